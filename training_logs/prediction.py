@@ -1,4 +1,4 @@
-"""Predict the communications of a run for more examples, from the laws of algorithms/theory.py fitted to its log.
+"""Predict the communications of a run for more examples, from a law of its batch (docs/theory.md, section 4):
 
 python -m training_logs.prediction RUN_DIR [--examples N] [--share 0.33]
 """
@@ -9,16 +9,92 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import NormalDist
 
 import numpy as np
+from scipy.optimize import minimize_scalar
 
-from algorithms.theory import BatchLaw, Prediction, TooFewRoundsError, fit_laws, predict_rounds
 from training_logs.showing.run_data import RunData, RunFolderError, read_run
 from utils.config.schema import BUDGETS
+
+MINIMUM_ROUNDS = 4
+# Standard deviation of the logarithm of future rounds about a law of growth: no regime lasts.
+DRIFT = 0.25
 
 
 class NoLawError(ValueError):
     """The run follows no law, or is too short to fit one."""
+
+
+@dataclass(frozen=True)
+class BatchLaw:
+    """The batch of round t = 1, 2, ...: b_1 + g (t - 1) (linear) or b_1 exp(g (t - 1)) (geometric), at most `largest`.
+
+    A constant batch is the linear law with g = 0.
+
+    Attributes:
+        first: b_1, examples of an inner step over all workers.
+        growth: g.
+    """
+
+    regime: str
+    first: float
+    growth: float = 0.0
+    largest: float = math.inf
+
+    def batch(self, round_number: int) -> float:
+        passed = round_number - 1
+        if self.regime == "linear":
+            return min(self.first + self.growth * passed, self.largest)
+        return min(self.first * math.exp(self.growth * passed), self.largest)
+
+    def rounds(self, done: int, total: float) -> float:
+        """Return the rounds after the first `done` whose batches sum to this total; a fraction for a part of one."""
+        rounds = 0
+        while True:
+            batch = self.batch(done + rounds + 1)
+            stays = self.batch(done + rounds + 2) == batch
+            if stays or batch >= total:
+                return rounds + total / batch
+            total -= batch
+            rounds += 1
+
+
+def fit_laws(batches: Sequence[float], largest: float = math.inf) -> list[BatchLaw]:
+    """Fit both laws to the batches of rounds 1, 2, ... by least squares of ln b_t; the best law comes first.
+
+    batches: at least MINIMUM_ROUNDS below `largest`; rounds at `largest` say nothing about growth.
+
+    Raises:
+        NoLawError: there are too few rounds.
+    """
+    logs = np.log([batch for batch in batches if batch < largest])
+    if len(logs) < MINIMUM_ROUNDS:
+        raise NoLawError(
+            f"too few rounds after the last merge: a law needs at least {MINIMUM_ROUNDS} rounds below the largest "
+            f"batch, got {len(logs)}"
+        )
+    fits = [_fit(regime, logs, largest) for regime in ("linear", "geometric")]
+    return [law for _, law in sorted(fits, key=lambda each: each[0])]
+
+
+def _fit(regime: str, logs: np.ndarray, largest: float) -> tuple[float, BatchLaw]:
+    """Return the variance of the residuals and the law."""
+    passed = np.arange(len(logs))
+
+    def first_logs(growth: float) -> np.ndarray:  # the ln b_1 that each batch gives; linear growth relative to b_1
+        return logs - (np.log1p(growth * passed) if regime == "linear" else growth * passed)
+
+    best = minimize_scalar(
+        lambda log_growth: first_logs(math.exp(log_growth)).var(),
+        bounds=(-20.0, 10.0),
+        method="bounded",
+        options={"xatol": 1e-9},
+    )
+    growth = math.exp(best.x) if best.fun < logs.var() else 0.0
+    rest = first_logs(growth)
+    first = math.exp(rest.mean())
+    return rest.var(), BatchLaw(regime, first, growth * first if regime == "linear" else growth, largest)
 
 
 @dataclass(frozen=True)
@@ -29,7 +105,8 @@ class RunFit:
         laws: the best one first; their round 1 is `first_round`.
         batches: of the fitted rounds: examples per inner step over all workers of all trainers.
         first_round: the first fitted round.
-        examples: after every round up to the last fitted one, from 0.
+        examples: until the last fitted round.
+        communications: until then.
         communications_per_round: of every later round.
     """
 
@@ -37,41 +114,44 @@ class RunFit:
     batches: list[float]
     first_round: int
     inner_steps: int
-    examples: list[float]
-    communications: list[float]
+    examples: float
+    communications: float
     communications_per_round: int
     living: int
 
-    def predict(self, examples: float) -> Prediction:
-        """Predict the communications of a run with this many examples, without future merges."""
-        known = self.communications[-1]
-        each = self.communications_per_round
-        more = examples - self.examples[-1]
-        if more <= 0.0:
-            value = float(np.interp(examples, self.examples, self.communications))
-            return Prediction(value, value, value)
-        rounds = predict_rounds(self.laws, len(self.batches), more, self.inner_steps)
+    def predict(self, examples: float) -> tuple[float, float, float]:
+        """Predict the communications for more examples, without future merges, and their 90% interval.
+
+        The interval is normal in the logarithm. Its deviation joins DRIFT and half the difference between the laws.
+        """
+        total = (examples - self.examples) / self.inner_steps
+        if total < 0.0:
+            raise NoLawError(f"after {self.examples:,.0f} examples nothing can be predicted for {examples:,.0f}")
+        counts = [law.rounds(len(self.batches), total) for law in self.laws]
+        factor = 1.0
+        if total and any(law.growth for law in self.laws):
+            deviation = math.hypot(DRIFT, 0.5 * math.log(max(counts) / min(counts)))
+            factor = math.exp(NormalDist().inv_cdf(0.95) * deviation)
         # No batch is smaller than the last one, or larger than the largest.
         last = self.batches[-1]
-        least = more / self.inner_steps / max(self.laws[0].largest, last)
-        most = more / self.inner_steps / last
-        value, low, high = (min(max(each, least), most) for each in (rounds.value, rounds.low, rounds.high))
-        return Prediction(known + each * value, known + each * low, known + each * high)
+        bounds = (total / max(self.laws[0].largest, last), total / last)
+        rounds = np.clip([counts[0], counts[0] / factor, counts[0] * factor], *bounds)
+        return tuple((self.communications + self.communications_per_round * rounds).tolist())
 
     def sentences(self, examples: Sequence[float]) -> list[str]:
         """Describe the best law, and the predictions for these numbers of examples."""
         law = self.laws[0]
-        formula = f"b = {law.first:.1f}"
-        if law.growth > 0.0 and law.regime == "linear":
+        name = law.regime
+        formula = f"b_t = {law.first:.1f} * {math.exp(law.growth):.4f}^(t - {self.first_round})"
+        if law.growth == 0.0:
+            name = "constant"
+            formula = f"b = {law.first:.1f}"
+        elif name == "linear":
             formula = f"b_t = {law.first:.1f} + {law.growth:.2f} (t - {self.first_round})"
-        elif law.growth > 0.0:
-            formula = f"b_t = {law.first:.1f} * {math.exp(law.growth):.4f}^(t - {self.first_round})"
-        name = law.regime if law.growth > 0.0 else "constant"
         lines = [f"{name} law, {formula} from round {self.first_round} on ({len(self.batches)} rounds)"]
         for count in examples:
-            found = self.predict(count)
-            interval = f"90% interval {found.low:.1f} to {found.high:.1f}"
-            lines.append(f"{count:,.0f} examples: {found.value:.1f} communications ({interval})")
+            value, low, high = self.predict(count)
+            lines.append(f"{count:,.0f} examples: {value:.1f} communications (90% interval {low:.1f} to {high:.1f})")
         if self.living > 1:
             lines.append(f"{self.living} trainers live; future merges are not in the prediction")
         return lines
@@ -118,38 +198,25 @@ def fit(run: RunData, share: float = 1.0) -> RunFit:
     batches = [float(rows["effective_batch"].sum()) for rows in fitted]
     # Before the batch begins to grow the test asks for less, and says nothing about growth.
     grown = next((index for index, batch in enumerate(batches) if batch != batches[0]), 0)
-    start = max(grown - 1, 0)
-    fitted = fitted[start:]
-    batches = batches[start:]
-    grows = config["sampling_method"] != "none" or bool(config.get("batch_schedule"))
+    fitted = fitted[max(grown - 1, 0) :]
+    batches = batches[max(grown - 1, 0) :]
     largest = math.inf
     if config["max_requested_batch"] is not None and fitted:
         largest = float(config["max_requested_batch"] * len(fitted[-1]))
-    try:
-        laws = fit_laws(batches, largest, grows)
-    except TooFewRoundsError as error:
-        raise NoLawError(f"too few rounds after the last merge: {error}") from None
-    examples, communications = measured(run)
     return RunFit(
-        laws=laws,
+        laws=fit_laws(batches, largest),
         batches=batches,
         first_round=int(fitted[0]["outer_step"][0]),
         inner_steps=inner_steps,
-        examples=[0.0, *examples[: len(used)]],
-        communications=[0.0, *communications[: len(used)]],
+        examples=float(used[-1]["examples"][0]),
+        communications=float(used[-1]["communications"][0]),
         communications_per_round=int((fitted[-1]["nodes"] > 1).sum()),
         living=len(fitted[-1]),
     )
 
 
-def measured(run: RunData) -> tuple[list[float], list[float]]:
-    """Return examples and communications after every round."""
-    rounds = list(run.by_round.values())
-    return [float(rows["examples"][0]) for rows in rounds], [float(rows["communications"][0]) for rows in rounds]
-
-
 def main(arguments: list[str] | None = None) -> int:
-    """Print the fit; return 0, or 2 if there is none."""
+    """Return 0, or 2 if the run cannot be read or predicted."""
     parser = argparse.ArgumentParser(
         prog="python -m training_logs.prediction",
         description="Predict the communications of a run for more examples.",
@@ -165,19 +232,19 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         run = read_run(options.run)
         found = fit(run, options.share)
+        examples = run.rounds["examples"][-1]
+        factors = (2, 4, 10) if options.share == 1.0 else (1,)
+        print("\n".join(found.sentences(options.examples or [factor * examples for factor in factors])))
+        if options.share < 1.0:
+            communications = run.rounds["communications"][-1]
+            error = found.predict(examples)[0] / communications - 1.0
+            print(f"measured at {examples:,.0f} examples: {communications:.0f} communications; error {error:+.1%}")
     except NoLawError as error:
         print(f"error: {options.run}: {error}; docs/theory.md says which runs can be predicted", file=sys.stderr)
         return 2
     except RunFolderError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    examples, communications = measured(run)
-    factors = (2, 4, 10) if options.share == 1.0 else (1,)
-    wanted = options.examples or [factor * examples[-1] for factor in factors]
-    print("\n".join(found.sentences(wanted)))
-    if options.share < 1.0:
-        error = found.predict(examples[-1]).value / communications[-1] - 1.0
-        print(f"measured at {examples[-1]:,.0f} examples: {communications[-1]:.0f} communications; error {error:+.1%}")
     return 0
 
 

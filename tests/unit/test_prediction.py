@@ -1,15 +1,94 @@
-"""Predictions of communications: of made-up runs with known numbers, and of a short run."""
+"""Predictions of communications: laws of the batch and their fits, made-up runs with known numbers, and a short run."""
 
 import dataclasses
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from algorithms.theory import Prediction
 from tests.support.runs import table_of
-from training_logs.prediction import NoLawError, fit, main, measured
+from training_logs.prediction import DRIFT, BatchLaw, NoLawError, RunFit, fit, fit_laws, main
 from training_logs.showing.run_data import MergeRecord, RunData
+
+CONSTANT = BatchLaw("linear", 12.0)
+LINEAR = BatchLaw("linear", 8.0, 3.0)
+GEOMETRIC = BatchLaw("geometric", 8.0, math.log(1.25))
+
+
+@pytest.mark.parametrize("law", [CONSTANT, LINEAR, GEOMETRIC, BatchLaw("linear", 8.0, 3.0, largest=30.0)], ids=str)
+def test_rounds_are_the_inverse_of_the_sum_over_rounds(law):
+    assert law.rounds(0, 0.0) == 0.0
+    for number in range(1, 26):
+        assert law.rounds(5, sum(law.batch(5 + each) for each in range(1, number + 1))) == pytest.approx(number)
+
+
+def test_the_laws_by_hand():
+    # 8 + 11 + 14 = 33; 8 + 10 + 12.5 = 30.5; at most 12: 8 + 11 + 12 + 6, half of a round.
+    assert LINEAR.rounds(0, 33.0) == pytest.approx(3.0)
+    assert GEOMETRIC.rounds(0, 30.5) == pytest.approx(3.0)
+    assert BatchLaw("linear", 8.0, 3.0, largest=12.0).rounds(0, 37.0) == pytest.approx(3.5)
+    doubling = BatchLaw("geometric", 8.0, math.log(2.0), largest=20.0)
+    assert [doubling.batch(number) for number in (2, 3, 4)] == pytest.approx([16.0, 20.0, 20.0])
+
+
+def test_communications_grow_like_the_examples_their_root_or_their_logarithm():
+    assert CONSTANT.rounds(0, 1e8) / CONSTANT.rounds(0, 1e6) == pytest.approx(100.0)
+    assert LINEAR.rounds(0, 1e8) / LINEAR.rounds(0, 1e6) == pytest.approx(10.0, rel=0.02)
+    per_decade = GEOMETRIC.rounds(0, 1e9) - GEOMETRIC.rounds(0, 1e8)
+    assert per_decade == pytest.approx(math.log(10) / math.log(1.25), rel=0.01)
+
+
+@pytest.mark.parametrize("true", [LINEAR, GEOMETRIC, BatchLaw("linear", 90.0, 30.0), BatchLaw("geometric", 20.0, 0.08)])
+def test_a_law_without_noise_is_found_exactly(true):
+    law, other = fit_laws([true.batch(number) for number in range(1, 20)])
+    assert (law.regime, {law.regime, other.regime}) == (true.regime, {"linear", "geometric"})
+    assert law.first == pytest.approx(true.first, rel=1e-6)
+    assert law.growth == pytest.approx(true.growth, rel=1e-5)
+
+
+def test_a_falling_batch_is_fitted_with_the_constant_law():
+    # The least squares of logarithms give the geometric mean.
+    assert fit_laws([32.0, 16.0, 8.0, 4.0])[0].growth == 0.0
+    assert fit_laws([32.0, 16.0, 8.0, 4.0])[0].first == pytest.approx(math.sqrt(128.0))
+
+
+def correlated(generator) -> np.ndarray:
+    """Deviations of 0.1 whose neighbours have a correlation of 0.8."""
+    values = [generator.normal(0.0, 0.1)]
+    for _ in range(59):
+        values.append(0.8 * values[-1] + generator.normal(0.0, 0.06))
+    return np.array(values)
+
+
+def white(generator) -> np.ndarray:
+    return generator.normal(0.0, 0.05, 60)
+
+
+@pytest.mark.parametrize(("noise_of", "wander"), [(correlated, 0.0), (white, DRIFT)])
+def test_nine_in_ten_intervals_hold_the_rest_of_a_run(noise_of, wander):
+    """Fit the first 20 of 60 rounds of 100 runs, with correlated noise, or with white noise and a drift."""
+    held = 0
+    ratios = []
+    for seed in range(100):
+        generator = np.random.default_rng(seed)
+        true = LINEAR if seed % 2 else BatchLaw("geometric", 8.0, 0.06)
+        noise = noise_of(generator)
+        batches = [true.batch(number + 1) * math.exp(noise[number]) for number in range(60)]
+        found = RunFit(fit_laws(batches[:20]), batches[:20], 1, 20, 0.0, 0.0, 1, 1)
+        _, low, high = found.predict(20 * math.fsum(batches[20:]))
+        held += low <= 40 * math.exp(wander * generator.normal()) <= high
+        ratios.append(high / low)
+    assert held >= 85
+    assert np.median(ratios) < 4.5
+
+
+def test_rounds_at_the_largest_batch_say_nothing_about_growth():
+    true = BatchLaw("linear", 8.0, 4.0, largest=40.0)
+    assert fit_laws([true.batch(number) for number in range(1, 30)], largest=40.0)[0].growth == pytest.approx(4.0)
+
+
+# Runs
 
 
 def made_run(
@@ -39,11 +118,10 @@ def test_only_rounds_after_the_last_merge_are_fitted():
     run = made_run(batches, merge_after=3)
     found = fit(run)
     assert (found.first_round, found.batches) == (4, batches[3:])
-    assert (found.examples[3], found.communications[3]) == (20 * (8 + 8) * 3, 4)
+    assert (found.examples, found.communications) == (20 * (sum(batches) + 3 * 8), 3 + 1 + 12)
     assert (found.communications_per_round, found.living) == (1, 1)
     assert found.laws[0].regime == "geometric"
-    examples, communications = measured(run)
-    assert found.predict(examples[-1]).value == pytest.approx(communications[-1], abs=0.1)
+    assert found.predict(found.examples)[0] == found.communications
     assert "geometric law" in found.sentences([1e6])[0]
 
 
@@ -51,10 +129,9 @@ def test_the_end_is_predicted_from_the_beginning():
     run = made_run([round(16 + 2.5 * index) for index in range(60)])
     found = fit(run, share=1 / 3)
     assert len(found.batches) == 20
-    examples, communications = measured(run)
-    prediction = found.predict(examples[-1])
-    assert prediction.value == pytest.approx(communications[-1], rel=0.03)
-    assert prediction.low <= communications[-1] <= prediction.high
+    value, low, high = found.predict(run.rounds["examples"][-1])
+    assert value == pytest.approx(60, rel=0.03)
+    assert low <= 60 <= high
 
 
 def test_rounds_before_the_batch_grows_are_left_out():
@@ -69,15 +146,14 @@ def test_an_interval_respects_that_batches_neither_shrink_nor_outgrow_the_larges
     batches = [16, 18, 17, 22, 21, 26, 24, 30]
     run = made_run(batches, cap=40)
     more = 20 * 40 * 30
-    prediction = fit(run).predict(20 * sum(batches) + more)
-    assert 8 + 30 <= prediction.low < prediction.value < prediction.high <= 8 + more / 20 / 30
-    still = fit(made_run([16] * 8, sampling_method="none")).predict(20 * 16 * 100)
-    assert (still.value, still.low, still.high) == pytest.approx((100.0, 100.0, 100.0))
+    value, low, high = fit(run).predict(20 * sum(batches) + more)
+    assert 8 + 30 <= low < value < high <= 8 + more / 20 / 30
+    assert fit(made_run([16] * 8)).predict(20 * 16 * 100) == pytest.approx((100.0, 100.0, 100.0))
 
 
-def test_the_past_of_a_run_is_interpolated():
-    run = made_run([10, 20, 30, 40, 50, 60])
-    assert fit(run).predict(20 * 45.0) == Prediction(2.5, 2.5, 2.5)
+def test_the_past_of_a_run_is_not_predicted():
+    with pytest.raises(NoLawError, match=r"after 4,200 examples .* for 900"):
+        fit(made_run([10, 20, 30, 40, 50, 60])).predict(900)
 
 
 @pytest.mark.parametrize(
@@ -112,10 +188,10 @@ def test_a_run_whose_workers_make_unequal_steps_is_refused():
 
 
 def test_a_lone_worker_communicates_nothing_and_a_largest_batch_makes_communications_proportional():
-    assert fit(made_run([16.0] * 8, nodes=1)).predict(1e6).value == 0.0
+    assert fit(made_run([16.0] * 8, nodes=1)).predict(1e6)[0] == 0.0
     found = fit(made_run([16, 20, 24, 28, 32, 36, 40, 40, 40, 40], cap=40))
     per_round = 20 * 40
-    first, second = (found.predict(count).value for count in (2e4, 4e4))
+    first, second = (found.predict(count)[0] for count in (2e4, 4e4))
     assert second - first == pytest.approx(2e4 / per_round)
 
 
@@ -148,9 +224,9 @@ def run(tmp_path_factory):
 def test_the_command_states_the_error(run, capsys, tmp_path):
     assert main([str(run.folder), "--share", "0.7"]) == 0
     printed = capsys.readouterr().out
-    examples, communications = measured(run)
-    value = fit(run, 0.7).predict(examples[-1]).value
-    assert f"error {value / communications[-1] - 1.0:+.1%}" in printed
+    last = run.rounds[-1]
+    value, _, _ = fit(run, 0.7).predict(last["examples"])
+    assert f"error {value / last['communications'] - 1.0:+.1%}" in printed
     assert main([str(run.folder), "--examples", "1e6"]) == 0
     assert "1,000,000 examples" in capsys.readouterr().out
     assert main([str(tmp_path)]) == 2
