@@ -7,33 +7,30 @@ import numpy as np
 import pytest
 
 from algorithms.nodes.traffic import Link
-from benchmarks.compare.plan import (
-    Candidate,
-    Situation,
-    best_of_each_kind,
-    example_value,
-    main,
-    prediction_errors,
-    steps_in_time,
-)
+from algorithms.schedule.controller import RoundPlan, example_value
+from benchmarks.compare.plan import Situation, kind_of, main
 from benchmarks.compare.which_method import LATENCIES, NODES, RATES, TIMES, all_plans, open_plans
 from fabrics.config_checks import CHECKS
 from utils.config.reading import parse_config
 
 # Four nodes send 1.5 models of 4 bytes per parameter: 12 Mb in 2 s.
-SITUATION = Situation(nodes=4, speed=2.0, link=Link(6e6, 0.0), seconds=30.0, parameters=250_000)
+SITUATION = Situation(nodes=4, speed=2.0, link=Link(6e6, 0.0), seconds=120.0, parameters=250_000)
 
 
 @pytest.mark.parametrize(
     ("plan", "steps"),
     [
-        (Candidate(4, 16, 3), 9),  # rounds of 3 steps of 2 s and an exchange of 2 s
-        (Candidate(4, 16, 1), 7),  # 2 s and 2 s
-        (Candidate(1, 16, 1), 3),  # 8 s
+        (RoundPlan(4, 16, 3), 45),  # rounds of 3 steps of 2 s and an exchange of 2 s
+        (RoundPlan(4, 16, 1), 30),  # 2 s and 2 s
+        (RoundPlan(1, 16, 1), 15),  # 8 s
     ],
 )
-def test_the_steps_in_a_time_by_hand(plan, steps):
-    assert steps_in_time(SITUATION, plan) == steps
+def test_the_examples_in_a_time_by_hand(plan, steps):
+    assert SITUATION.examples(plan) == 16 * steps
+
+
+def test_too_few_rounds_of_diloco_are_worth_nothing():
+    assert SITUATION.examples(RoundPlan(4, 16, 4)) == 0  # 12 rounds of 10 s
 
 
 def test_the_value_of_an_example_by_hand():
@@ -43,7 +40,13 @@ def test_the_value_of_an_example_by_hand():
 
 
 def test_the_formula_predicts_the_recorded_plans():
-    errors = prediction_errors(all_plans())
+    """The logarithm of the perplexity is a parabola in that of the examples times their value, fitted to the plans."""
+    plans = [plan for plan in all_plans() if plan.family == "DiLoCo" or plan.workers == 1]
+    log_perplexity = np.log([plan.perplexity for plan in plans])
+    rounds = [plan.steps / plan.exchanges if plan.exchanges else 0.0 for plan in plans]
+    values = [example_value(plan.batch, plan.workers, steps) for plan, steps in zip(plans, rounds, strict=True)]
+    amounts = np.log([plan.batch * plan.steps for plan in plans]) + np.log(values)
+    errors = np.expm1(np.polynomial.Polynomial.fit(amounts, log_perplexity, 2)(amounts) - log_perplexity)
     assert len(errors) == 26
     assert np.sqrt(np.mean(errors**2)) < 0.016
     assert np.abs(errors).max() < 0.034
@@ -76,7 +79,7 @@ def test_the_formula_picks_a_recorded_plan_near_the_best_on_every_link_of_the_ma
 )
 def test_a_plan_is_a_configuration_that_run_accepts(link, seconds, kinds, capsys):
     situation = Situation(4, 350.0, Link.parse(link), seconds, 125_248)
-    assert [plan.kind for plan in best_of_each_kind(situation)] == kinds
+    assert [kind_of(plan) for plan in situation.best_of_each_kind()] == kinds
     main(["--nodes", "4", "--speed", "350", "--link", link, "--seconds", str(seconds)])
     commands = re.findall(r"python run.py (.*)", capsys.readouterr().out)
     assert len(commands) == len(kinds)
