@@ -69,7 +69,7 @@ def send_run(folder: Path, tracker: Tracker, follow: bool = False) -> None:
         artifacts_of(run)
     tracker.start(run.config)
     rounds = 0
-    merges = 0
+    merged = 0
     ended = False
     while not ended:
         # The end comes first: what is read afterwards is everything that the run has written.
@@ -79,9 +79,10 @@ def send_run(folder: Path, tracker: Tracker, follow: bool = False) -> None:
             if step > rounds:
                 tracker.scalars(step, round_scalars(run, rows))
                 rounds = step
-        for merge in run.merges[merges:]:
-            tracker.text(merge_line(merge.outer_step, merge.representative, merge.weights))
-        merges = len(run.merges)
+        for step, merge in run.merges.items():
+            if step > merged:
+                tracker.text(merge_line(step, merge.representative, merge.weights))
+                merged = step
     for name, path in figures_of(run).items():
         tracker.figure(name, path)
     for name, path in artifacts_of(run).items():

@@ -192,7 +192,7 @@ def fit(run: RunData, share: float = 1.0) -> RunFit:
     config = run.config
     rounds = list(run.by_round.values())
     used = rounds[: math.ceil(share * len(rounds) - 1e-9)]
-    last_merge = max((merge.outer_step for merge in run.merges if merge.outer_step <= len(used)), default=0)
+    last_merge = max((step for step in run.merges if step <= len(used)), default=0)
     inner_steps = config["number_of_inner_steps_between_outers"]
     fitted = [rows for rows in used if rows["outer_step"][0] > last_merge and rows["inner_steps"][0] == inner_steps]
     batches = [float(rows["effective_batch"].sum()) for rows in fitted]

@@ -16,7 +16,7 @@ import torch
 from pydantic import ConfigDict
 from pydantic.dataclasses import dataclass as checked_dataclass
 
-from algorithms.nodes.traffic import Event, Link, merge_exchange
+from algorithms.nodes.traffic import Link, merge_exchange
 from algorithms.nodes.virtual_clock import Clocks
 from algorithms.synchronisation.encodings.encoding import PLAIN
 from training_logs.showing.run_data import RunData, Table
@@ -102,15 +102,6 @@ def _computing(
     return found
 
 
-def _events(run: RunData, row: np.void) -> list[Event]:
-    """Messages of the workers of a trainer in a round."""
-    return [
-        Event(each.kind, step, each.sent_bytes, each.received_bytes, each.behind, each.through)
-        for each in run.exchanges.get((int(row["outer_step"]), int(row["trainer_id"])), ())
-        for step in each.steps
-    ]
-
-
 def _new_nodes(rows: Table, before: Mapping[int, int]) -> int:
     """Number of nodes that joined a trainer before a round, at least one."""
     joined = (int(row["nodes"]) - before.get(int(row["trainer_id"]), 0) for row in rows)
@@ -120,7 +111,6 @@ def _new_nodes(rows: Table, before: Mapping[int, int]) -> int:
 def simulated_seconds(run: RunData, hardware: Hardware, network: Network) -> list[float]:
     """Return the seconds from the start to the arrival of the messages of each round."""
     nodes = run.config["nodes_per_gpu"] * len(run.summary["devices"])
-    merges = {merge.outer_step: merge for merge in run.merges}
     clocks = Clocks(Link(network.bits_per_second, network.latency), nodes)
     nodes_before: dict[int, int] = {}
     bytes_before = {"bytes_merged": 0.0, "bytes_redistributed": 0.0}
@@ -145,14 +135,14 @@ def simulated_seconds(run: RunData, hardware: Hardware, network: Network) -> lis
                 nodes=dict(enumerate(computing)),
                 steps=int(row["inner_steps"]),
                 step_seconds=[seconds.step for seconds in computing.values()],
-                events=_events(run, row),
+                events=run.exchanges.get((step, int(row["trainer_id"])), ()),
                 first_seconds=[seconds.statistics for seconds in computing.values()],
             )
         clocks.skip(idle)
         if len(rows) > 1:
             clocks.barrier()
-        if step in merges:
-            merge = merges[step]
+        if step in run.merges:
+            merge = run.merges[step]
             others = len(merge.weights) - 1
             link_bytes = merge_exchange(others, nodes_before[merge.representative], merged_bytes).link
             clocks.exchange_all(link_bytes)

@@ -135,10 +135,9 @@ def complete(data: RunData) -> bool:
     for step, rows in data.by_round.items():
         for row in rows:
             place = (step, int(row["trainer_id"]))
-            exchanges = sum(exchange.count for exchange in data.exchanges.get(place, ()))
-            if exchanges != row["round_events"] or place not in data.nodes:
+            if len(data.exchanges.get(place, ())) != row["round_events"] or place not in data.nodes:
                 return False
-        if rows["bytes_merged"][0] > merged and step not in {merge.outer_step for merge in data.merges}:
+        if rows["bytes_merged"][0] > merged and step not in data.merges:
             return False
         merged = rows["bytes_merged"][0]
     return len(data.by_round) >= data.summary["outer_steps"]

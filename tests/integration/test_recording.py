@@ -171,8 +171,7 @@ def test_equal_exchanges_are_one_row_with_the_mean_of_their_bytes(tmp_path):
         file.write("6,7,monitor,all,1,4.0")  # killed in the middle of a row
     found = run.exchanges
     assert found.keys() == {(5, 7)}
-    assert [dataclasses.astuple(record) for record in found[5, 7]] == [tuple(row.values())[2:] for row in rows]
-    assert found[5, 7][0].steps == list(range(2, 22, 2))
+    assert found[5, 7] == [dataclasses.replace(event, sent=40.0) for event in fragments] + list(events[10:])
 
 
 @pytest.mark.parametrize(

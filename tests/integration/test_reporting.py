@@ -74,10 +74,10 @@ def test_the_exchange_log_adds_up_to_the_round_log(run):
     for row in run.rounds:
         exchanges = run.exchanges.get((int(row["outer_step"]), int(row["trainer_id"])), [])
         assert bool(exchanges) == (row["nodes"] > 1)
-        assert sum(exchange.count for exchange in exchanges) == row["round_events"]
-        each = sum(exchange.count * exchange.sent_bytes for exchange in exchanges)
+        assert len(exchanges) == row["round_events"]
+        each = sum(exchange.sent for exchange in exchanges)
         assert round(each * row["nodes"]) == row["round_bytes_synchronised"]
-        largest = max((max(e.sent_bytes, e.received_bytes) for e in exchanges), default=0.0)
+        largest = max((max(e.sent, e.received) for e in exchanges), default=0.0)
         assert largest == row["largest_exchange_bytes"]
         sent += row["round_bytes_synchronised"]
     assert sent == run.rounds[-1]["bytes_synchronised"] > 0
@@ -138,7 +138,7 @@ def test_the_bars_of_the_nodes_end_together_and_show_the_idle_time(run):
 def test_merges_are_marked(run):
     axes = draw(run, [(plots.draw_loss, "outer_step")]).axes[0]
     marks = [line.get_xdata()[0] for line in axes.lines if (line.get_linestyle(), line.get_color()) == (":", "grey")]
-    assert marks == [merge.outer_step for merge in run.merges] == [2, 4]
+    assert marks == list(run.merges) == [2, 4]
 
 
 # Report

@@ -151,7 +151,7 @@ def test_totals_are_the_sums_of_the_rounds(finished, rows, summary):
     model_bytes = 4 * summary["parameters"]
     nodes = {(int(row["outer_step"]), int(row["trainer_id"])): int(row["nodes"]) for row in rows}
     # Parameters and velocity of one trainer to the other's first node, the average from there to its others.
-    merging = [nodes[merge.outer_step, merge.representative] for merge in read_run(finished[0]).merges]
+    merging = [nodes[step, merge.representative] for step, merge in read_run(finished[0]).merges.items()]
     # Parameters, velocity, two moments and a step count to every new node.
     new = sum(max(0, count - nodes.get((step - 1, trainer), count)) for (step, trainer), count in nodes.items())
     assert new > 0

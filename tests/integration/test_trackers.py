@@ -118,8 +118,8 @@ def test_the_session_holds_config_plots_texts_summary_and_model(folder):
     assert (task["name"], task["project_name"]) == (folder.name, "P")
     assert task["hyperparams"]["config"]["ETA"]["value"] == "0.3"
     log = session.read("log.jsonl").decode()
-    for merge in run.merges:
-        assert f"merge after round {merge.outer_step}: trainer " in log
+    for outer_step in run.merges:
+        assert f"merge after round {outer_step}: trainer " in log
     names = session.namelist()
     for plot in plots_of(run):
         assert any(name.endswith(f"plots_{Path(plot).stem}_00000000.png") for name in names), plot
@@ -261,8 +261,8 @@ def test_a_tracker_holds_the_round_log_value_by_value(programs, folder, tmp_path
     assert found.scalars == expected_scalars(run)
     assert found.figures == {Path(plot).stem for plot in plots_of(run)}
     words = "".join(found.texts)
-    for merge in run.merges:
-        assert f"merge after round {merge.outer_step}: trainer " in words
+    for outer_step in run.merges:
+        assert f"merge after round {outer_step}: trainer " in words
     assert float(found.config["ETA"]) == 0.3
 
 

@@ -1,14 +1,16 @@
 """Simulated time on paper, and usage against the logs of a run."""
 
-import dataclasses
 import math
 from pathlib import Path
 
 import pytest
 
+from algorithms.nodes.policies import Merge
+from algorithms.nodes.traffic import Event
 from benchmarks.compare.accounting import PROBED_PASS, Hardware, Network, simulated_seconds, usage
 from tests.support.runs import record_run, table_of
-from training_logs.showing.run_data import ExchangeRecord, MergeRecord, RunData, read_run
+from training_logs.recording.round_log import EXCHANGE_COLUMNS
+from training_logs.showing.run_data import RunData, read_run
 
 # Paper-sized: a pass takes 10 ms, or 2 ms per example from 5 on; 1,000 parameters are 4,000 bytes.
 DEVICE = Hardware("paper", t_min=0.01, t_example=0.002)
@@ -25,16 +27,14 @@ def row(step, trainer, nodes, batch, parts=1, sample=NOTHING, **totals):
     } | totals  # fmt: skip
 
 
-def made_run(rows, merges=(), nodes_per_gpu=4, folder=Path("made"), **config):
+def made_run(rows, merges=None, nodes_per_gpu=4, folder=Path("made"), **config):
     values = {"nodes_per_gpu": nodes_per_gpu, "communication_dtype": "float32", "statistics_estimator": "per_example"}
     values |= {"statistics_batch_size": 8}
-    run = RunData(folder, values | config, {"parameters": 1000, "devices": ["cpu"]}, table_of(rows), list(merges))
+    run = RunData(folder, values | config, {"parameters": 1000, "devices": ["cpu"]}, table_of(rows), merges or {})
     if not (run.report_dir / "exchange_log.csv").exists():  # an all-reduce of the parameters at the end of every round
         run.__dict__["exchanges"] = {
             (entry["outer_step"], entry["trainer_id"]): [
-                ExchangeRecord(
-                    "synchronisation", "all", 1, *[2 * (entry["nodes"] - 1) / entry["nodes"] * 4_000] * 2, 0, 20, 20
-                )
+                Event("synchronisation", 20, *[2 * (entry["nodes"] - 1) / entry["nodes"] * 4_000] * 2)
             ]
             for entry in rows
             if entry["nodes"] > 1
@@ -74,7 +74,7 @@ def test_simulated_time_of_merging_and_of_nodes_that_come_to_a_trainer():
         return [row(step, trainer, nodes, 10 * nodes) | kinds for trainer, nodes in trainers]
 
     # 8,000 bytes of parameters and velocity of two others come to one of two nodes, which sends them on to the other.
-    merge = [MergeRecord(1, 0, {0: 0.5, 1: 0.25, 2: 0.25})]
+    merge = {1: Merge(0, {0: 0.5, 1: 0.25, 2: 0.25})}
     # After that, the trainer's two new nodes get 16,004 bytes each, side by side.
     run = made_run(
         rounds(1, (0, 2), (1, 1), (2, 1), merged=3 * 8_000, redistributed=0)
@@ -93,11 +93,10 @@ def test_simulated_time_of_synchronous_training(tmp_path):
 
 def logged_run(folder, rows, exchanges, **values):
     """A run with a log of exchanges: (round, kind, through, count, sent, received, behind, first step, last step)."""
-    header = ["outer_step", "trainer_id", *(field.name for field in dataclasses.fields(ExchangeRecord))]
     lines = [",".join(map(str, (step, 0, *exchange))) for step, *exchange in exchanges]
     report = folder / "model_training_report"
     report.mkdir(exist_ok=True)
-    (report / "exchange_log.csv").write_text("\n".join([",".join(header), *lines, ""]))
+    (report / "exchange_log.csv").write_text("\n".join([",".join(EXCHANGE_COLUMNS), *lines, ""]))
     return made_run(rows, folder=folder, **values)
 
 

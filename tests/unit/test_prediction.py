@@ -7,9 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from algorithms.nodes.policies import Merge
 from tests.support.runs import table_of
 from training_logs.prediction import DRIFT, BatchLaw, NoLawError, RunFit, fit, fit_laws, main
-from training_logs.showing.run_data import MergeRecord, RunData
+from training_logs.showing.run_data import RunData
 
 CONSTANT = BatchLaw("linear", 12.0)
 LINEAR = BatchLaw("linear", 8.0, 3.0)
@@ -105,7 +106,7 @@ def made_run(
              "nodes": workers, "inner_steps": steps, "examples": examples, "communications": communications}
             for trainer, own, workers in living
         ]  # fmt: skip
-    merges = [MergeRecord(merge_after, 0, {0: 0.5, 1: 0.5})] if merge_after else []
+    merges = {merge_after: Merge(0, {0: 0.5, 1: 0.5})} if merge_after else {}
     config = {
         "number_of_inner_steps_between_outers": steps, "max_requested_batch": cap, "sampling_method": "norm_test",
         "ETA": 2.0, "ETA_at_end": None, "max_tokens": None, "number_of_outer_steps": len(batches),

@@ -42,9 +42,9 @@ def _look(run: RunData, trainer: int) -> dict:
 def _mark_merges(axes: Axes, run: RunData, x: str) -> None:
     """Draw a grey line at the end of each round after which trainers merged."""
     label = "trainers merge"
-    for merge in run.merges:
-        if merge.outer_step in run.by_round:
-            axes.axvline(run.by_round[merge.outer_step][x][0], ls=":", lw=1, color="grey", label=label)
+    for outer_step in run.merges:
+        if outer_step in run.by_round:
+            axes.axvline(run.by_round[outer_step][x][0], ls=":", lw=1, color="grey", label=label)
             label = None
 
 

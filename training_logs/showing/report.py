@@ -199,9 +199,9 @@ def _warnings(run: RunData) -> str:
 
 def _merges(run: RunData) -> str:
     rows = []
-    for merge in run.merges:
+    for outer_step, merge in run.merges.items():
         parts = ", ".join(f"trainer {trainer} ({weight:.2f})" for trainer, weight in merge.weights.items())
-        rows.append((f"after round {merge.outer_step}", f"trainer {merge.representative}", parts))
+        rows.append((f"after round {outer_step}", f"trainer {merge.representative}", parts))
     return "<h2>Merges</h2>" + table(("when", "what remains", "weighted average of"), rows) if rows else ""
 
 

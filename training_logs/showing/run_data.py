@@ -16,6 +16,8 @@ from typing import Any
 import numpy as np
 import yaml
 
+from algorithms.nodes.policies import Merge
+from algorithms.nodes.traffic import Event
 from utils.config.yaml_reading import yaml_value
 from utils.files import REPORT_FOLDER
 
@@ -72,51 +74,20 @@ class MetricName:
 
 
 @dataclass(frozen=True)
-class MergeRecord:
-    """One merge. weights: of every trainer that became the representative, including itself."""
-
-    outer_step: int
-    representative: int
-    weights: Mapping[int, float]
-
-
-@dataclass(frozen=True)
-class ExchangeRecord:
-    """Equal exchanges of a trainer's workers in a round: one row of exchange_log.csv.
-
-    Attributes:
-        sent_bytes: bytes that each worker sends in one exchange, on average.
-        received_bytes: bytes that each worker receives in one exchange, on average.
-        behind: inner steps that workers make before they wait for it.
-    """
-
-    kind: str
-    through: str
-    count: int
-    sent_bytes: float
-    received_bytes: float
-    behind: int
-    first_step: int
-    last_step: int
-
-    @property
-    def steps(self) -> list[int]:
-        """The inner step before each exchange, as if at even distances."""
-        return np.linspace(self.first_step, self.last_step, self.count).round().astype(int).tolist()
-
-
-@dataclass(frozen=True)
 class RunData:
     """The content of a run folder.
 
-    summary: summary.json. Its status is running if the run still trains, or was killed.
+    Attributes:
+        summary: summary.json. Its status is running if the run still trains, or was killed.
+        rounds: training_log.csv.
+        merges: merge_log.csv, by round.
     """
 
     folder: Path
     config: Mapping[str, Any]
     summary: Mapping[str, Any]
     rounds: Table
-    merges: list[MergeRecord]
+    merges: dict[int, Merge]
 
     @property
     def report_dir(self) -> Path:
@@ -163,21 +134,16 @@ class RunData:
         return np.array(list(found)), np.array(list(found.values()))
 
     @cached_property
-    def exchanges(self) -> dict[tuple[int, int], list[ExchangeRecord]]:
-        """exchange_log.csv: exchanges between workers, by round and trainer."""
-        found: dict[tuple[int, int], list[ExchangeRecord]] = {}
+    def exchanges(self) -> dict[tuple[int, int], list[Event]]:
+        """exchange_log.csv: messages between workers, by round and trainer; equal ones as if at even distances."""
+        found: dict[tuple[int, int], list[Event]] = {}
         for row in csv.DictReader(_whole_lines(self.report_dir / "exchange_log.csv")):
-            record = ExchangeRecord(
-                kind=row["kind"],
-                through=row["through"],
-                count=int(row["count"]),
-                sent_bytes=float(row["sent_bytes"]),
-                received_bytes=float(row["received_bytes"]),
-                behind=int(row["behind"]),
-                first_step=int(row["first_step"]),
-                last_step=int(row["last_step"]),
+            steps = np.linspace(int(row["first_step"]), int(row["last_step"]), int(row["count"])).round().astype(int)
+            sent = float(row["sent_bytes"])
+            received = float(row["received_bytes"])
+            found.setdefault((int(row["outer_step"]), int(row["trainer_id"])), []).extend(
+                Event(row["kind"], step, sent, received, int(row["behind"]), row["through"]) for step in steps.tolist()
             )
-            found.setdefault((int(row["outer_step"]), int(row["trainer_id"])), []).append(record)
         return found
 
     @cached_property
@@ -214,13 +180,12 @@ class RunData:
         return curves
 
 
-def _merges(path: Path) -> list[MergeRecord]:
-    merges: dict[int, MergeRecord] = {}
+def _merges(path: Path) -> dict[int, Merge]:
+    merges: dict[int, Merge] = {}
     for row in read_table(path):
-        step = int(row["outer_step"])
-        merge = merges.setdefault(step, MergeRecord(step, int(row["representative"]), {}))
+        merge = merges.setdefault(int(row["outer_step"]), Merge(int(row["representative"]), {}))
         merge.weights[int(row["trainer_id"])] = float(row["weight"])
-    return list(merges.values())
+    return merges
 
 
 def read_run(folder: Path) -> RunData:
