@@ -20,7 +20,6 @@ import yaml
 from matplotlib.figure import Figure
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
-from scipy import stats
 from transformers.utils.logging import disable_progress_bar
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -34,9 +33,7 @@ from fabrics.training.flat_model import FlatModel
 from gradient_analysis.gradients import (
     BatchGradient,
     Gradients,
-    distribution,
     draw_batches,
-    noise_scale,
     requests,
 )
 from training_logs.log_processor import ANALYSIS_SUMMARY
@@ -215,7 +212,7 @@ def analyse(config: AnalysisConfig) -> Path:
     statistics = gradients.example_statistics()
     drawn = draw_batches(indices, config.batch_size, generator)
     batches = [gradients.of_batch(batch) for batch in progress_bar(drawn, desc="batches", unit=" batches")]
-    deviations = distribution([batch.deviation for batch in batches])
+    deviations = np.array([batch.deviation for batch in batches])
     eta = training.ETA if model_folder is None or training.ETA_at_end is None else training.ETA_at_end
     parameters = {"eta": eta, "vartheta": training.vartheta, "nu": training.nu}
     requested = requests(statistics, config.batch_size, parameters)
@@ -228,11 +225,12 @@ def analyse(config: AnalysisConfig) -> Path:
         "part": config.part,
         "sample": count,
         "loss": gradients.loss,
-        "full_gradient_norm": statistics.squared_norm**0.5,
-        "per_example": dataclasses.asdict(statistics),
-        "noise_scale": noise_scale(statistics),
+        "full_gradient_norm": gradients.squared_norm**0.5,
+        "variance": statistics.variance,
+        "inner_product_variance": statistics.inner_product_variance,
+        "noise_scale": statistics.variance / statistics.squared_norm if statistics.squared_norm > 0 else None,
         "batch_size": config.batch_size,
-        "deviation": deviations,
+        "deviation": {"mean": deviations.mean(), "standard_deviation": deviations.std()},
         "config": dataclasses.asdict(config),
     }
     batch_rows = [(number, batch.deviation, batch.norm, batch.cosine) for number, batch in enumerate(batches)]
@@ -242,7 +240,7 @@ def analyse(config: AnalysisConfig) -> Path:
     }
     output = Path(config.output_dir)
     try:
-        figure = deviations_figure(batches, deviations, config.batch_size)
+        figure = deviations_figure(batches, config.batch_size)
         write_atomically(output / "deviations.png", lambda path: figure.savefig(path, dpi=110))
         for name, rows in tables.items():
             write_atomically(output / f"{name}.csv", lambda path, rows=rows: _write_rows(path, rows))
@@ -276,21 +274,15 @@ def _print_requests(
         print(f"the run itself requests {last:,} at its end: docs/gradient_analysis.md says why the two differ")
 
 
-def deviations_figure(batches: Sequence[BatchGradient], found: Mapping[str, float], batch_size: int) -> Figure:
-    """Draw a histogram of deviations with a normal distribution of equal moments, and one of cosines."""
+def deviations_figure(batches: Sequence[BatchGradient], batch_size: int) -> Figure:
+    """Draw a histogram of deviations, and one of cosines."""
     figure, (left, right) = make_figure(2)
     values = np.array([batch.deviation for batch in batches])
-    left.hist(values, bins="auto", density=True, color=colour(0), alpha=0.45, label=f"{len(values)} batches")
-    if found["standard_deviation"] > 0.0:
-        xs = np.linspace(values.min(), values.max(), 300)
-        density = stats.norm.pdf(xs, found["mean"], found["standard_deviation"])
-        label = f"normal distribution (excess kurtosis of the deviations: {found['excess_kurtosis']:.2f})"
-        left.plot(xs, density, color=colour(1), label=label)
-    left.axvline(found["mean"], color="black", lw=3, alpha=0.3, label=f"mean {found['mean']:.4g}")
-    left.axvline(found["median"], color="black", lw=1, ls="--", label=f"median {found['median']:.4g}")
+    left.hist(values, bins="auto", color=colour(0), alpha=0.6)
+    left.axvline(values.mean(), color="black", lw=1, label=f"mean {values.mean():.4g}")
     left.set_title(f"Deviation from the full gradient, batches of {batch_size}")
     left.set_xlabel("||g_B - F||")
-    left.set_ylabel("density")
+    left.set_ylabel("batches")
     cosines = np.array([batch.cosine for batch in batches])
     cosines = cosines[np.isfinite(cosines)]
     if len(cosines):
@@ -300,8 +292,7 @@ def deviations_figure(batches: Sequence[BatchGradient], found: Mapping[str, floa
     right.set_ylabel("batches")
     for axes in (left, right):
         axes.grid(True, alpha=0.3)
-    # Below the axes, because a histogram may fill any corner.
-    left.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.14), ncols=2)
+    left.legend(fontsize=8)
     return figure
 
 
@@ -311,7 +302,7 @@ def _write_rows(path: Path, rows: Iterable[Sequence]) -> None:
 
 
 def _print_findings(summary: dict[str, Any]) -> None:
-    print("loss {loss:.4f}, ||F|| {full_gradient_norm:.4g}, V {per_example[variance]:.4g}".format(**summary))
+    print("loss {loss:.4f}, ||F|| {full_gradient_norm:.4g}, V {variance:.4g}".format(**summary))
     scale = summary["noise_scale"]
     if scale is None:
         print("noise scale: not measurable, the gradient of this sample is no larger than its noise")

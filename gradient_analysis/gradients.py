@@ -5,13 +5,11 @@ Memory does not depend on the number of examples or batches: parameters and grad
 micro-batch.
 """
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 import torch
-from scipy import stats
 
 from algorithms.batch.calc_batch import (
     BatchTestParameters,
@@ -44,25 +42,6 @@ class BatchGradient:
     deviation: float
     norm: float
     cosine: float
-
-
-@dataclass(frozen=True)
-class SampleStatistics:
-    """The statistics of one sample of b examples as it is, noise included, in squared units of the gradient.
-
-    Attributes:
-        sample_size: b.
-        squared_norm: ||g||^2 of the mean gradient.
-        variance: V = (sum ||g_i||^2 - b ||g||^2) / (b - 1), the trace of the covariance.
-        inner_product_variance: P, the sample variance of the <g_i, g>.
-        orthogonal_variance: O = sum (||g_i||^2 - <g_i, g>^2 / ||g||^2) / (b - 1).
-    """
-
-    sample_size: int
-    squared_norm: float
-    variance: float
-    inner_product_variance: float
-    orthogonal_variance: float
 
 
 class Gradients:
@@ -115,8 +94,11 @@ class Gradients:
         cosine = product / lengths if lengths > 0 else torch.full_like(product, torch.nan)
         return BatchGradient(squared_distance.sqrt().item(), squared_norm.sqrt().item(), cosine.item())
 
-    def example_statistics(self) -> SampleStatistics:
-        """Compute exact statistics of the gradients of single examples, with g = F, in one pass over the sample."""
+    def example_statistics(self) -> GradientStatistics:
+        """Compute the statistics of the gradients of single examples, with F for their mean, in one pass.
+
+        The squared norm is that of the true gradient: ||F||^2 has V / n of the noise of the n examples.
+        """
         direction = self.full.to(self._working.parameters.dtype)
         squares = []
         products = []
@@ -127,19 +109,14 @@ class Gradients:
                 self._add_gradient(part)
             squares.append(probe.squared_norms.double().cpu())
             products.append(probe.inner_products.double().cpu())
-        squared_norms = torch.cat(squares)
-        inner_products = torch.cat(products)
-        count = len(squared_norms)
-        squared_norm = self.squared_norm
-        orthogonal = 0.0
-        if squared_norm:
-            orthogonal = (squared_norms - inner_products**2 / squared_norm).sum().item() / (count - 1)
-        return SampleStatistics(
-            sample_size=count,
-            squared_norm=squared_norm,
-            variance=(squared_norms.sum().item() - count * squared_norm) / (count - 1),
-            inner_product_variance=inner_products.var().item(),
-            orthogonal_variance=orthogonal,
+        count = len(self._indices)
+        variance = (torch.cat(squares).sum().item() - count * self.squared_norm) / (count - 1)
+        return GradientStatistics(
+            examples=count,
+            squared_norm=self.squared_norm - variance / count,
+            variance=variance,
+            inner_product_variance=torch.cat(products).var().item(),
+            overlap=0.0,
         )
 
     def _add_gradient(self, indices: np.ndarray) -> torch.Tensor:
@@ -155,32 +132,7 @@ class Gradients:
         return [indices[start : start + self._micro_batch] for start in range(0, len(indices), self._micro_batch)]
 
 
-# Functions of numbers
-
-
-def distribution(values: Sequence[float]) -> dict[str, float]:
-    """Return the moments of deviations; the excess kurtosis is NaN for fewer than three values or equal values."""
-    numbers = np.asarray(values, dtype=np.float64)
-    spread = float(numbers.std(ddof=1)) if len(numbers) > 1 else 0.0
-    varied = len(numbers) > 2 and spread > 1e-12 * abs(numbers.mean())
-    return {
-        "mean": float(numbers.mean()),
-        "median": float(np.median(numbers)),
-        "standard_deviation": spread,
-        "excess_kurtosis": float(stats.kurtosis(numbers)) if varied else math.nan,
-    }
-
-
-def noise_scale(statistics: SampleStatistics) -> float | None:
-    """Return V / (||F||^2 - V / n) in examples for a sample of n; None if the divisor is not positive.
-
-    ||F||^2 contains V / n of noise. Without the subtraction the noise scale is too small, and depends on n.
-    """
-    squared_norm = statistics.squared_norm - statistics.variance / statistics.sample_size
-    return statistics.variance / squared_norm if squared_norm > 0 else None
-
-
-def requests(statistics: SampleStatistics, batch: int, parameters: Mapping[str, float]) -> list[tuple[str, float, int]]:
+def requests(statistics: GradientStatistics, batch: int, parameters: Mapping[str, float]) -> list[tuple]:
     """Return the batch that each test would request, for eighths to eightfold values of its parameter.
 
     Args:
@@ -190,25 +142,17 @@ def requests(statistics: SampleStatistics, batch: int, parameters: Mapping[str, 
         (test, parameter, request in examples). The inner product tests are debiased; "orthogonality" is the second part
         of the augmented inner product test.
     """
-    count = statistics.sample_size
-    estimates = GradientStatistics(
-        examples=count,
-        squared_norm=statistics.squared_norm - statistics.variance / count,  # without the noise of the sample's mean
-        variance=statistics.variance,
-        inner_product_variance=statistics.inner_product_variance,
-        overlap=0.0,
-    )
     rows = []
     for factor in (0.125, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0):
         eta = factor * parameters["eta"]
         theta = factor * parameters["vartheta"]
         nu = factor * parameters["nu"]
-        plain = norm_test(estimates, BatchTestParameters(eta=eta), batch)
-        debiased = norm_test(estimates, BatchTestParameters(eta=eta, debias=True), batch)
-        inner = inner_product_test(estimates, BatchTestParameters(theta=theta, debias=True), batch)
+        plain = norm_test(statistics, BatchTestParameters(eta=eta), batch)
+        debiased = norm_test(statistics, BatchTestParameters(eta=eta, debias=True), batch)
+        inner = inner_product_test(statistics, BatchTestParameters(theta=theta, debias=True), batch)
         # A huge theta disables the inner product test, so that only orthogonality is tested.
         augmented = BatchTestParameters(theta=1e9, nu=nu, debias=True)
-        orthogonality = augmented_inner_product_test(estimates, augmented, batch)
+        orthogonality = augmented_inner_product_test(statistics, augmented, batch)
         rows += [
             ("norm_test", eta, plain or batch),
             ("norm_test, debias", eta, debiased or batch),

@@ -17,6 +17,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 import run as program
+from algorithms.batch.gradient_statistics import GradientStatistics
 from algorithms.batch.losses import IGNORE_INDEX
 from configs.make_samples import write_imdb
 from fabrics.training.flat_model import FlatModel
@@ -29,10 +30,7 @@ from gradient_analysis.gradient_analysis import (
 )
 from gradient_analysis.gradients import (
     Gradients,
-    SampleStatistics,
-    distribution,
     draw_batches,
-    noise_scale,
     requests,
 )
 from tests.support.helpers import CPU, padded, separable_texts, tiny_bert, tiny_llama, use_torch_norms
@@ -99,12 +97,11 @@ def test_gradients_of_a_linear_model_on_paper(micro_batch):
     assert (other.deviation, other.norm, other.cosine) == pytest.approx((0.0, 2**0.5, 1.0))
     opposite = gradients.of_batch(np.array([0]))
     assert (opposite.deviation, opposite.cosine) == pytest.approx((8**0.5, -1.0))
-    # n_i = 2, 2, 8, 8 and d_i = -2, 2, 4, 4. V = (20 - 4 * 2) / 3; the d_i have mean 2: P = (16 + 0 + 4 + 4) / 3; all
-    # gradients are parallel: O = 0.
+    # n_i = 2, 2, 8, 8 and d_i = -2, 2, 4, 4. V = (20 - 4 * 2) / 3; the d_i have mean 2: P = (16 + 0 + 4 + 4) / 3.
     found = gradients.example_statistics()
     assert found.variance == pytest.approx(4.0)
     assert found.inner_product_variance == pytest.approx(8.0)
-    assert found.orthogonal_variance == pytest.approx(0.0, abs=1e-12)
+    assert found.squared_norm == pytest.approx(2.0 - 4.0 / 4)
 
 
 @pytest.mark.parametrize("kind", ["llama", "tied llama", "bert", "padded llama"])
@@ -146,10 +143,8 @@ def test_gradients_equal_a_loop_over_single_examples(kind):
     assert (batch.deviation, batch.norm, batch.cosine) == pytest.approx(expected, rel=1e-10)
     found = gradients.example_statistics()
     products = flat @ full
-    across = flat - products[:, None] / full.dot(full) * full
     assert found.variance == pytest.approx((flat - full).square().sum().item() / 12, rel=1e-10)
     assert found.inner_product_variance == pytest.approx(products.var().item(), rel=1e-8)
-    assert found.orthogonal_variance == pytest.approx(across.square().sum().item() / 12, rel=1e-9)
 
 
 def test_batches_allocate_no_tensor_of_model_size(monkeypatch):
@@ -170,16 +165,6 @@ def test_batches_allocate_no_tensor_of_model_size(monkeypatch):
 # Functions of numbers
 
 
-def test_the_moments_of_deviations():
-    found = distribution([1.0, 2.0, 3.0, 6.0])
-    # Mean 3, squares 4 + 1 + 0 + 9 = 14, fourth powers 16 + 1 + 0 + 81 = 98.
-    assert found == pytest.approx(
-        {"mean": 3.0, "median": 2.5, "standard_deviation": (14 / 3) ** 0.5, "excess_kurtosis": 4 * 98 / 14**2 - 3}
-    )
-    assert math.isnan(distribution([1.0, 1.0, 1.0])["excess_kurtosis"])
-    assert distribution([2.0])["standard_deviation"] == 0.0
-
-
 def test_batches_repeat_no_example():
     generator = np.random.default_rng(0)
     indices = np.arange(10, 30)
@@ -188,12 +173,10 @@ def test_batches_repeat_no_example():
     assert len(set(np.concatenate(batches)) & set(indices)) == 18
 
 
-def test_requests_and_noise_scale_on_paper():
-    statistics = SampleStatistics(100, 4.0, 40.0, 32.0, 16.0)
-    assert noise_scale(statistics) == pytest.approx(40 / 3.6)  # ||G||^2 = 4 - 40/100
-    assert noise_scale(SampleStatistics(10, 4.0, 40.0, 32.0, 16.0)) is None
+def test_requests_on_paper():
+    statistics = GradientStatistics(100, 3.6, 40.0, inner_product_variance=32.0, overlap=0.0)
     rows = requests(statistics, 10, {"eta": 0.5, "vartheta": 0.5, "nu": 0.5})
-    # G2 = 4 - 40/100 = 3.6; plain: 40 / (eta^2 (3.6 + 4)); 32 / (0.25 * 3.6^2); (40 - 32/3.6) / (0.25 * 3.6).
+    # Plain: 40 / (eta^2 (3.6 + 4)); 32 / (0.25 * 3.6^2); (40 - 32/3.6) / (0.25 * 3.6).
     assert {(test, value): request for test, value, request in rows}.items() >= {
         ("norm_test", 0.5): 22,
         ("norm_test", 2.0): 2,
@@ -249,11 +232,9 @@ def test_the_script_writes_figures_tables_and_a_summary(analysed):
     assert np.mean(norms**2) == pytest.approx(full**2 + np.mean(np.square(deviations)), rel=1e-4)
     cosines = [(d**2 - n**2 - full**2) / (-2 * n * full) for d, n in zip(deviations, norms, strict=True)]
     assert [float(row["cosine"]) for row in batches] == pytest.approx(cosines, rel=1e-3)
-    expected = summary["per_example"]["variance"] / 8 * (1 - 8 / 64)
+    expected = summary["variance"] / 8 * (1 - 8 / 64)
     assert np.mean(np.square(deviations)) == pytest.approx(expected, rel=0.5)
-    per_example = summary["per_example"]
-    squared_norm = per_example["squared_norm"] - per_example["variance"] / 64
-    assert summary["noise_scale"] == pytest.approx(per_example["variance"] / squared_norm)
+    assert summary["noise_scale"] == pytest.approx(summary["variance"] / (full**2 - summary["variance"] / 64))
     assert f"noise scale V / (||F||^2 - V / 64): {summary['noise_scale']:,.4g} examples" in printed
     # The run's own eta, at its end, is among the requests.
     requested = {
