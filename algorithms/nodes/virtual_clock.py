@@ -61,7 +61,7 @@ class _Exchange:
 
     due: float
     arrives: dict[int, float]
-    seconds: dict[int, float]
+    seconds: float
 
 
 class Clocks:
@@ -79,11 +79,6 @@ class Clocks:
     def elapsed(self) -> float:
         """Seconds until the last node is ready."""
         return max(self._ready)
-
-    @property
-    def arrived(self) -> float:
-        """Seconds until the last node is ready and the last message has arrived."""
-        return max(self.elapsed, *self._link_free)
 
     @property
     def waiting_share(self) -> float:
@@ -116,7 +111,7 @@ class Clocks:
     def exchange_all(self, link_bytes: float, idle: Collection[int] = ()) -> None:
         """Let all nodes wait for every message under way, and then for an exchange; idle nodes count none of it."""
         seconds = self.link.seconds(link_bytes)
-        end = self.arrived + seconds
+        end = max(self.elapsed, *self._link_free) + seconds
         for node in range(len(self._ready)):
             if node in idle:
                 self._ready[node] = end
@@ -176,7 +171,7 @@ class Clocks:
 
     def _wait_for(self, exchange: _Exchange) -> None:
         for node, arrives in exchange.arrives.items():
-            self._wait(node, arrives, exchange.seconds[node])
+            self._wait(node, arrives, exchange.seconds)
 
     def _send(self, nodes: Mapping[int, int], event: Event) -> _Exchange:
         """Start an exchange on the links of the senders. Where only some workers send, each waits only for itself."""
@@ -193,13 +188,12 @@ class Clocks:
         mean_bytes = event.sent + event.received if through_server else max(event.sent, event.received)
         link_bytes = mean_bytes * len(nodes) / max(len(senders), 1)
         seconds = self.link.seconds(link_bytes)
-        exchange = _Exchange(0, {}, {})
+        exchange = _Exchange(0, {}, seconds)
         for group in groups:
             begins = max((max(self._ready[node], self._link_free[node]) for node in group), default=0.0)
             for node in group:
                 self._link_free[node] = begins + seconds
                 exchange.arrives[node] = begins + seconds
-                exchange.seconds[node] = seconds
         return exchange
 
     def state_dict(self) -> dict:
@@ -208,7 +202,7 @@ class Clocks:
             "link_free": self._link_free,
             "spent": [dataclasses.asdict(spent) for spent in self.spent],
             "under_way": [
-                [trainer, exchange.due, list(exchange.arrives.items()), list(exchange.seconds.items())]
+                [trainer, exchange.due, list(exchange.arrives.items()), exchange.seconds]
                 for trainer, exchanges in self._under_way.items()
                 for exchange in exchanges
             ],
@@ -222,5 +216,4 @@ class Clocks:
         self.spent = [NodeTime(**spent) for spent in state["spent"]]
         self._under_way = {}
         for trainer, due, arrives, seconds in state["under_way"]:
-            exchange = _Exchange(due, dict(arrives), dict(seconds))
-            self._under_way.setdefault(trainer, []).append(exchange)
+            self._under_way.setdefault(trainer, []).append(_Exchange(due, dict(arrives), seconds))

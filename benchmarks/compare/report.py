@@ -61,10 +61,6 @@ def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])
 
 
-def _details(summary: str, *parts: str) -> str:
-    return "\n\n".join([f"<details><summary>{summary}</summary>", *parts, "</details>"])
-
-
 def token_range(results: Results) -> tuple[float, float] | None:
     """Return the fewest and most tokens of a run; None if all runs have about as many."""
     totals = [run["curves"]["tokens"][-1] for runs in results.runs.values() for run in runs]
@@ -137,9 +133,19 @@ def final_table(results: Results) -> str:
     return _table((*columns, length.replace("_", " "), "communications", "bytes"), rows)
 
 
+def _extreme_networks(results: Results) -> dict[str, str]:
+    """Return axis and label of the simulated time with the fastest and with the slowest network."""
+    networks = list(results.seconds.items())
+    return dict(networks[:1] + networks[1:][-1:])
+
+
+def _figure_axes(results: Results) -> dict[str, str]:
+    times = {axis: f"simulated seconds, {name}" for axis, name in _extreme_networks(results).items()}
+    return {"communications": "communications"} | times
+
+
 def seconds_table(results: Results, axes: Mapping[str, str]) -> str:
-    completed = [name for name in results.methods if results.runs[name]]
-    rows = [(name, *(_amount(results.ends(name, axis), axis) for axis in axes)) for name in completed]
+    rows = [(name, *(_amount(results.ends(name, axis), axis) for axis in axes)) for name in _completed(results)]
     return _table(("method", *axes.values()), rows)
 
 
@@ -151,9 +157,8 @@ def target(results: Results) -> float:
 
 def target_table(results: Results) -> str:
     """Return what every method has used when it reaches the metric that every run of the reference reaches."""
-    networks = list(results.seconds.items())
-    times = dict(networks[:1] + networks[1:][-1:])
-    axes = {"tokens": "tokens", "inner_steps": "inner steps", "communications": "communications"} | times
+    axes = {"tokens": "tokens", "inner_steps": "inner steps", "communications": "communications"}
+    axes |= _extreme_networks(results)
     goal = target(results)
     rows = []
     for name in results.methods:
@@ -221,7 +226,8 @@ def page(results: Results) -> str:
     if results.raw["comparison"]["details"]:
         parts += ["## Details and limitations", worded(results, "details")]
     parts += ["## Origin", _origin(results)]
-    return "\n\n".join([*parts, _details("Settings", _settings(results))]) + "\n"
+    parts += ["<details><summary>Settings</summary>", _settings(results), "</details>"]
+    return "\n\n".join(parts) + "\n"
 
 
 def write_page(results: Results, folder: Path) -> Path:
@@ -320,13 +326,6 @@ def _scale_metric(axis: Axis, label: str) -> None:
     axis.set_label_text(label)
 
 
-def _axes_of(results: Results) -> dict[str, str]:
-    """Return the label of each usage that is drawn: communications, and the time of the fastest and slowest network."""
-    networks = list(results.seconds.items())
-    chosen = dict(networks[:1] + networks[1:][-1:])
-    return {"communications": "communications"} | {axis: f"simulated seconds, {name}" for axis, name in chosen.items()}
-
-
 def _completed(results: Results) -> list[str]:
     return [name for name in results.methods if results.runs[name]]
 
@@ -347,7 +346,7 @@ def _entry(xs: Sequence[float], metric: np.ndarray, highest: float) -> float:
 
 def draw_curves(results: Results) -> Figure:
     """Draw the metric over tokens, communications and simulated time: mean of seeds, and range if methods are few."""
-    labels = {"tokens": "training tokens"} | _axes_of(results)
+    labels = {"tokens": "training tokens"} | _figure_axes(results)
     styles = _styles(results)
     highest = _highest_shown(results)
     lowest = min(value for name in results.methods for value in results.finals(name).values())
@@ -377,7 +376,7 @@ def draw_curves(results: Results) -> Figure:
 
 def draw_ends(results: Results) -> Figure:
     """Draw a row for each method: its final metric, mean and range of seeds, and what it has used."""
-    labels = _axes_of(results)
+    labels = _figure_axes(results)
     names = _completed(results)
     rows = range(len(names))
     figure, panels = make_figure(1 + len(labels), 4, (15, 1.2 + 0.3 * len(names)))

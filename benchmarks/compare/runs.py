@@ -143,11 +143,6 @@ def complete(data: RunData) -> bool:
     return len(data.by_round) >= data.summary["outer_steps"]
 
 
-def completed(data: RunData) -> bool:
-    """Return True if a run was not stopped by an error and ended with a metric."""
-    return data.summary["status"] == "completed" and data.summary["final_metric"] is not None
-
-
 def outcome(run: Run, spec: ComparisonSpec, runner: Runner) -> dict[str, Any]:
     """Return a run's metric and usage after each evaluated round, as JSON values."""
     data = runner.data(run)
@@ -164,7 +159,7 @@ def _outcome(data: RunData, run: Run, spec: ComparisonSpec) -> dict[str, Any]:
         "id": run.id,
         "commit": origin["commit"][:10] + ("+" if origin["changed"] else ""),
         "machine": f"{machine['cpu']}, {machine['usable_cores']} cores, {machine['system']}",
-        "completed": completed(data),
+        "completed": data.summary["status"] == "completed" and data.summary["final_metric"] is not None,
     }
     if not found["completed"]:
         return found

@@ -90,13 +90,11 @@ class Run:
         return parse_config(read_mapping(ROOT / self.base), self.overrides(), CHECKS)[0]
 
     def overrides(self) -> tuple[str, ...]:
-        """Return the overrides of run.py."""
-        return tuple(as_override(*item) for item in self.settings.items())
-
-
-def as_override(key: str, value: Any) -> str:
-    """Return key=value as run.py reads it."""
-    return f"{key}={yaml.safe_dump(value, default_flow_style=True, width=2**30).splitlines()[0]}"
+        """Return the overrides of run.py, key=value."""
+        return tuple(
+            f"{key}={yaml.safe_dump(value, default_flow_style=True, width=2**30).splitlines()[0]}"
+            for key, value in self.settings.items()
+        )
 
 
 def make_run(spec: ComparisonSpec, method: MethodSpec, seed: int) -> Run:
@@ -114,28 +112,17 @@ def load_spec(path: Path) -> ComparisonSpec:
     except ValidationError as error:
         known = [*ComparisonSpec.model_fields, *MethodSpec.model_fields]
         raise ConfigError([f"{path}: {line}" for line in problem_lines(error, values, known)]) from None
-    problems = _problems(spec)
-    if not problems:
-        for method in spec.methods:
-            problems += [f"{method.name}: {problem}" for problem in _method_problems(spec, method)]
+    names = [method.name for method in spec.methods]
+    problems = [f"methods: {name!r} is there twice" for name in {n for n in names if names.count(n) > 1}]
+    if spec.reference not in names:
+        problems.append(f"reference: must be one of the methods, got {spec.reference!r}")
+    if bool(spec.hardware) != bool(spec.networks):
+        problems.append("hardware, networks: give both or neither")
+    for method in spec.methods if not problems else ():
+        try:
+            make_run(spec, method, spec.seeds[0]).config()
+        except ConfigError as error:
+            problems += [f"{method.name}: {problem}" for problem in error.problems]
     if problems:
         raise ConfigError([f"{path}: {problem}" for problem in problems])
     return spec
-
-
-def _problems(spec: ComparisonSpec) -> list[str]:
-    names = [method.name for method in spec.methods]
-    found = [f"methods: {name!r} is there twice" for name in {n for n in names if names.count(n) > 1}]
-    if spec.reference not in names:
-        found.append(f"reference: must be one of the methods, got {spec.reference!r}")
-    if bool(spec.hardware) != bool(spec.networks):
-        found.append("hardware, networks: give both or neither")
-    return found
-
-
-def _method_problems(spec: ComparisonSpec, method: MethodSpec) -> list[str]:
-    try:
-        make_run(spec, method, spec.seeds[0]).config()
-    except ConfigError as error:
-        return error.problems
-    return []

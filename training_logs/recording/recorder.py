@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING
 import torch
 from tqdm import tqdm
 
-from algorithms.schedule.limits import RunCounters
 from fabrics.pool.eval_tool import Evaluation
 from fabrics.pool.round_scheduler import budget_of
 from training_logs.recording import round_log
@@ -315,7 +314,48 @@ class RunRecorder(Observer):
         return [{"message": message, "count": count} for message, count in self._warnings.items()]
 
     def _summary(self, run: "Cluster", final: dict[int, Evaluation], status: str) -> dict:
-        recorded = {
+        """Return the resources, results and origin of the run as JSON values."""
+        counters = run.counters
+        best = final[run.validation.best(final)] if final else None
+        budget = None
+        if (limit := budget_of(self.config)) is not None:
+            used = counters.used(limit.unit)
+            percent = round(100.0 * (used / limit.amount - 1.0), 2)
+            budget = {"unit": limit.unit, "amount": limit.amount, "used": used, "deviation_percent": percent}
+        # Several processes may each call their GPU cuda:0.
+        of_groups = dict(zip(run.processes.groups, run.processes.devices, strict=True))
+        return {
+            "status": status,
+            "metric": run.metric.name,
+            "metric_higher_is_better": run.metric.higher_is_better,
+            "metric_decimals": run.metric.decimals,
+            "final_metric": best.metric if best else None,
+            "final_loss": best.loss if best else None,
+            "outer_steps": counters.outer_steps,
+            **counters.usage(),
+            "budget": budget,
+            "left_out_workers": counters.left_out,
+            "lost_messages": counters.lost_messages,
+            "failed_nodes": sorted(run.pool.failed),
+            "merges": run.merges,
+            "initial_trainers": self.config.number_of_initial_trainers,
+            "final_trainers": len(run.trainers),
+            "alone_share": counters.rounds_alone / counters.outer_steps if counters.outer_steps else None,
+            "training_seconds": counters.training_seconds,
+            "evaluation_seconds": counters.evaluation_seconds,
+            "tokens_per_second": counters.tokens / counters.training_seconds if counters.training_seconds else None,
+            "parameters": run.parameter_count,
+            "devices": [str(device) for _, device in sorted(of_groups.items())],
+            "processes": run.processes.count,
+            "max_batch": sorted({node.max_batch for node in run.nodes}),
+            "model_type": self.config.model_type,
+            "dataset": run.data.dataset,
+            "data_source": run.data.source,
+            "data_digest": run.data.content or run.data.fingerprint(),
+            "documents": dict(run.data.documents),
+            "skipped_documents": dict(run.data.skipped),
+            "data_shares": run.data.shares and run.data.shares.records,
+            "seed": self.config.training_seed,
             "initial_metric": self._initial_metric,
             "largest_requested_batch": self._largest_request,
             "wall_seconds": time.perf_counter() - self._started,
@@ -323,70 +363,11 @@ class RunRecorder(Observer):
             **self._nodes.summary(),
             "warnings": self._warning_entries(),
             "invocations": self._invocations.entries,
+            "versions": _versions(),
         }
-        return run_summary(run, final, status, recorded)
-
-
-# summary.json: the resources, results and origin of a run
-
-_LIBRARIES = ("transformers", "tokenizers", "safetensors", "numpy")
 
 
 @functools.cache
 def _versions() -> dict[str, str]:
     found = {"python": platform.python_version(), "torch": str(torch.__version__)}  # its build as well
-    return found | {name: version(name) for name in _LIBRARIES}
-
-
-def budget_record(config: Config, counters: RunCounters) -> dict | None:
-    """Return the budget, what was used, and the difference in percent; None: the run has no budget."""
-    budget = budget_of(config)
-    if budget is None:
-        return None
-    used = counters.used(budget.unit)
-    deviation = 100.0 * (used / budget.amount - 1.0)
-    return {"unit": budget.unit, "amount": budget.amount, "used": used, "deviation_percent": round(deviation, 2)}
-
-
-def run_summary(run: "Cluster", final: dict[int, Evaluation], status: str, recorded: dict) -> dict:
-    """Return the summary as JSON values."""
-    counters = run.counters
-    config = run.config
-    best = final[run.validation.best(final)] if final else None
-    # Several processes may each call their GPU cuda:0.
-    of_groups = dict(zip(run.processes.groups, run.processes.devices, strict=True))
-    return {
-        "status": status,
-        "metric": run.metric.name,
-        "metric_higher_is_better": run.metric.higher_is_better,
-        "metric_decimals": run.metric.decimals,
-        "final_metric": best.metric if best else None,
-        "final_loss": best.loss if best else None,
-        "outer_steps": counters.outer_steps,
-        **counters.usage(),
-        "budget": budget_record(config, counters),
-        "left_out_workers": counters.left_out,
-        "lost_messages": counters.lost_messages,
-        "failed_nodes": sorted(run.pool.failed),
-        "merges": run.merges,
-        "initial_trainers": config.number_of_initial_trainers,
-        "final_trainers": len(run.trainers),
-        "alone_share": counters.rounds_alone / counters.outer_steps if counters.outer_steps else None,
-        "training_seconds": counters.training_seconds,
-        "evaluation_seconds": counters.evaluation_seconds,
-        "tokens_per_second": counters.tokens / counters.training_seconds if counters.training_seconds else None,
-        "parameters": run.parameter_count,
-        "devices": [str(device) for _, device in sorted(of_groups.items())],
-        "processes": run.processes.count,
-        "max_batch": sorted({node.max_batch for node in run.nodes}),
-        "model_type": config.model_type,
-        "dataset": run.data.dataset,
-        "data_source": run.data.source,
-        "data_digest": run.data.content or run.data.fingerprint(),
-        "documents": dict(run.data.documents),
-        "skipped_documents": dict(run.data.skipped),
-        "data_shares": run.data.shares and run.data.shares.records,
-        "seed": config.training_seed,
-        **recorded,
-        "versions": _versions(),
-    }
+    return found | {name: version(name) for name in ("transformers", "tokenizers", "safetensors", "numpy")}

@@ -119,29 +119,13 @@ def draw_batches(axes: Axes, run: RunData, x: str) -> None:
     axes.legend(fontsize=8)
 
 
-def _positive(values: np.ndarray) -> np.ndarray:
-    """Leave out estimates that are not positive, which a logarithmic axis cannot show."""
-    return np.where(values > 0, values, np.nan)
-
-
-def draw_variance(axes: Axes, run: RunData, x: str) -> None:
-    """Variance of the per-example gradients (the trace of their covariance)."""
-    _draw_trainers(axes, run, x, "Gradient variance", "V", lambda rows: _positive(rows["gradient_variance"]))
-    decimal_logarithmic(axes)
-
-
-def draw_squared_norm(axes: Axes, run: RunData, x: str) -> None:
-    """Estimated squared norm of the true gradient."""
-    title = "Squared gradient norm"
-    _draw_trainers(axes, run, x, title, "||∇F||²", lambda rows: _positive(rows["gradient_squared_norm"]))
-    decimal_logarithmic(axes)
-
-
 def draw_noise_scale(axes: Axes, run: RunData, x: str) -> None:
     """Variance over squared norm: the batch at which noise and gradient are equally large."""
 
     def ratio(rows: Table) -> np.ndarray:
-        return _positive(rows["gradient_variance"]) / _positive(rows["gradient_squared_norm"])
+        found = np.full(len(rows), np.nan)  # a logarithmic axis shows no estimate that is not positive
+        numbers = (rows["gradient_variance"], rows["gradient_squared_norm"])
+        return np.divide(*numbers, out=found, where=(numbers[0] > 0) & (numbers[1] > 0))
 
     # The batch test sees these averages, not the statistics of one round.
     averaged = ", averaged over rounds" if run.config.get("statistics_smoothing") else ""
@@ -207,11 +191,7 @@ def plots_of(run: RunData) -> dict[str, list[tuple[Draw, str]]]:
         },
         "loss.png": {(draw_step_loss, "outer_step"): bool(run.step_losses), (draw_loss, "outer_step"): True},
         "metric.png": {(draw_metric, "wall_seconds"): True, (draw_best_metric, "bytes_communicated"): communicates},
-        "gradient_statistics.png": {
-            (draw_noise_scale, "outer_step"): tested,
-            (draw_variance, "outer_step"): tested,
-            (draw_squared_norm, "outer_step"): tested,
-        },
+        "gradient_noise.png": {(draw_noise_scale, "outer_step"): tested},
         "resources.png": {(draw_node_times, "outer_step"): len(run.node_rows) > 0},
     }
     shown = {name: [panel for panel, present in own.items() if present] for name, own in panels.items()}
@@ -219,7 +199,7 @@ def plots_of(run: RunData) -> dict[str, list[tuple[Draw, str]]]:
 
 
 def draw(run: RunData, panels: list[tuple[Draw, str]]) -> Figure:
-    figure, axes = make_figure(len(panels), columns=3 if len(panels) == 3 else 2)
+    figure, axes = make_figure(len(panels))
     # Fixed margins: a layout that measures all texts first takes as long as the drawing itself.
     figure.set_layout_engine(None)
     width, height = figure.get_size_inches()

@@ -148,7 +148,7 @@ class TrackerProcess:
         """
         self.end()
         longest = WAIT_SECONDS if seconds is None else seconds
-        left = None if longest is None else max(0.0, longest - (time.monotonic() - self._ended))
+        left = max(0.0, longest - (time.monotonic() - self._ended))
         try:
             status = self._process.wait(left)
         except subprocess.TimeoutExpired:
