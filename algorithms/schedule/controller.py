@@ -25,24 +25,17 @@ HYSTERESIS = 0.02
 _BATCH_GRID = 1.25
 
 
-def example_value(
-    batch: float,
-    workers: int,
-    inner_steps: float,
-    noise_scale: float = NOISE_SCALE,
-    drift_steps: float = DRIFT_STEPS,
-    drift: float = DRIFT,
-) -> float:
+def example_value(batch: float, workers: int, inner_steps: float, noise_scale: float = NOISE_SCALE) -> float:
     """Return the value of an example relative to one of a very small batch on one worker, 0 to 1.
 
     A step with batch B lowers the loss by B / (B + B_noise) of a step with the exact gradient (arXiv 1812.06162), so an
     example is worth B_noise / (B_noise + B). M workers that make H steps apart drift from each other, which costs a
-    factor (1 + H / drift_steps) ** (-drift log2(M)); it is fitted, not derived.
+    factor (1 + H / DRIFT_STEPS) ** (-DRIFT log2(M)); it is fitted, not derived.
 
     Args:
         inner_steps: of a round; 0: the workers are never apart.
     """
-    return noise_scale / (noise_scale + batch) * (1.0 + inner_steps / drift_steps) ** (-drift * math.log2(workers))
+    return noise_scale / (noise_scale + batch) * (1.0 + inner_steps / DRIFT_STEPS) ** (-DRIFT * math.log2(workers))
 
 
 @dataclass(frozen=True)

@@ -35,8 +35,8 @@ def test_too_few_rounds_of_diloco_are_worth_nothing():
 
 def test_the_value_of_an_example_by_hand():
     assert example_value(16, 1, 0, noise_scale=48) == pytest.approx(0.75)
-    # Four workers for 3 steps: (1 + 3 / 1) ** (-0.5 * 2) of it.
-    assert example_value(16, 4, 3, noise_scale=48, drift_steps=1, drift=0.5) == pytest.approx(0.75 / 4)
+    # Four workers for 7.2 steps: (1 + 7.2 / 2.4) ** (-0.114 * 2) of it.
+    assert example_value(16, 4, 7.2, noise_scale=48) == pytest.approx(0.75 / 4**0.228)
 
 
 def test_the_formula_predicts_the_recorded_plans():
