@@ -118,13 +118,12 @@ class RunData:
         communicate. Of several rounds with the same value of the column, the last counts.
         """
         best = np.max if self.metric.higher_is_better else np.min
-        merged = {merge.outer_step for merge in self.merges}
         bytes_before = 0.0
         found = {}
         for step, rows in self.by_round.items():
             spent = float(rows[x][0])
             if x == "communications":
-                spent -= step in merged
+                spent -= step in self.merges
             elif x == "bytes_communicated":
                 spent -= float(rows["bytes_merged"][0]) - bytes_before
             bytes_before = float(rows["bytes_merged"][0])
