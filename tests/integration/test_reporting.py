@@ -125,6 +125,14 @@ def test_the_metric_before_a_merge_is_drawn_without_the_merge(run):
     assert sent[first - 1] == run.by_round[first]["bytes_synchronised"][0]
 
 
+def test_nodes_without_work_are_shown(run):
+    more = with_summary(run, nodes=6)
+    (times, living) = draw(more, [(plots.draw_node_times, "outer_step"), (plots.draw_living, "outer_step")]).axes
+    idle = [bar.get_height() for bar in times.containers[-1]]
+    assert idle[4:] == [run.node_rows["ends"].max()] * 2
+    assert set(line(living, "all nodes").get_ydata()) == {6}
+
+
 def test_the_bars_of_the_nodes_end_together_and_show_the_idle_time(run):
     (axes,) = draw(run, [(plots.draw_node_times, "outer_step")]).axes
     heights = np.array([[bar.get_height() for bar in bars] for bars in axes.containers])

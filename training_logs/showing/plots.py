@@ -134,7 +134,7 @@ def draw_noise_scale(axes: Axes, run: RunData, x: str) -> None:
 
 
 def draw_living(axes: Axes, run: RunData, x: str) -> None:
-    """Number of living trainers (line), and nodes of each (stacked areas)."""
+    """Number of living trainers (line), nodes of each (stacked areas) and, if some are idle, all nodes (dashed)."""
     rounds = list(run.by_round.values())
     xs = [rows[x][0] for rows in rounds]
     nodes = {trainer: np.zeros(len(rounds)) for trainer in run.by_trainer}
@@ -146,7 +146,11 @@ def draw_living(axes: Axes, run: RunData, x: str) -> None:
     axes.stackplot(xs, *nodes.values(), step="mid", colors=colours, alpha=0.35, labels=labels)
     living = [len(rows) for rows in rounds]
     axes.step(xs, living, where="mid", color="black", lw=2, label="living trainers")
-    axes.set_ylim(bottom=0, top=1.45 * max(max(living), sum(nodes.values()).max()))
+    highest = max(max(living), sum(nodes.values()).max())
+    if run.summary.get("nodes", 0) > sum(nodes.values()).min():
+        axes.axhline(run.summary["nodes"], color="grey", lw=1, ls="--", label="all nodes")
+        highest = max(highest, run.summary["nodes"])
+    axes.set_ylim(bottom=0, top=1.45 * highest)
     axes.yaxis.set_major_locator(MaxNLocator(integer=True))
     label_axes(axes, x, "trainers, nodes", "Living trainers and their nodes")
     axes.legend(fontsize=8, ncols=2, loc="upper right")
@@ -155,7 +159,7 @@ def draw_living(axes: Axes, run: RunData, x: str) -> None:
 def draw_node_times(axes: Axes, run: RunData, x: str) -> None:
     """Seconds that each node was busy, waiting, exchanging and idle, by its clock (simulated with node_speeds)."""
     rows = run.node_rows
-    nodes = np.unique(rows["node"]).astype(int)
+    nodes = np.arange(max(rows["node"].max() + 1, run.summary.get("nodes", 0)), dtype=int)
     bottom = np.zeros(len(nodes))
     for name, filled in (("busy", colour(0)), ("waiting", "#d9dee5"), ("exchanging", "#f0a830")):
         seconds = np.array([rows[name][rows["node"] == node].sum() for node in nodes])
