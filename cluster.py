@@ -373,10 +373,7 @@ class Cluster:
     # Models and state
 
     def save_models(self, folder: Path, observer: Observer) -> dict[int, Path]:
-        """Write every living trainer as a Hugging Face folder `trainer_<id>`, and return the folders.
-
-        A failure to write is a warning.
-        """
+        """Write every living trainer to a folder `trainer_<id>`; return the folders. A failure is a warning."""
         main_node = self.nodes[0]
         folders, problem = save_models(
             folder,

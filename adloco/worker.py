@@ -715,11 +715,7 @@ _CHECKS = Checks(
 
 
 def _config(batch: AdaptiveBatch, **arguments: Any) -> Config:
-    """Return the arguments as a configuration.
-
-    Raises:
-        ConfigError: an argument is wrong; one line per problem, which names the argument.
-    """
+    """Return the arguments as a configuration; errors name the arguments."""
     given = vars(batch) | arguments
     keys = {_KEYS.get(name, name): value for name, value in given.items()} | {"number_of_outer_steps": _NO_END}
     with _naming_arguments():

@@ -40,9 +40,6 @@ def local_source(pattern: str, language: str) -> Source:
     """Shards in a file, a folder (or its subfolder named after the language, as on the hub), or a glob.
 
     Files with `validation` in their name are the validation part; without any, validation is held out by hash.
-
-    Raises:
-        DatasetError: there is no training shard, or a folder cannot be read.
     """
     if Path(pattern, language).is_dir():
         pattern = str(Path(pattern, language))

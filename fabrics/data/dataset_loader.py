@@ -187,14 +187,7 @@ def _load(config: Config) -> TaskData:
 
 
 def load_data(config: Config, processes: Processes | None = None) -> TaskData:
-    """Load the data of a run.
-
-    Args:
-        processes: the processes of the run, which all call this; None: only this process.
-
-    Raises:
-        ConfigError: the data cannot be loaded, do not fit the config, or differ between processes.
-    """
+    """Load the data of a run; all its processes call this. ConfigError: data do not fit, or differ in processes."""
     processes = processes or LocalProcesses()
     if config.splits_data:
         config = dataclasses.replace(config, data_shares=share_count(config, len(processes.devices)))

@@ -146,13 +146,9 @@ def blank_line_blocks(path: Path, skipped: Skipped) -> Iterator[str]:
 
 
 def matching_files(patterns: Sequence[str], suffixes: tuple[str, ...] = ("",)) -> list[Path]:
-    """Expand paths, folders or globs to files, each once, sorted within a pattern.
+    """Expand paths, folders or globs to files, each once, sorted within a pattern; DatasetError: one matches no file.
 
-    Args:
-        suffixes: the files of a folder to use; hidden files are excluded.
-
-    Raises:
-        DatasetError: a pattern matches no file, or a folder cannot be read.
+    suffixes: the files of a folder to use; hidden files are excluded.
     """
     found: dict[Path, Path] = {}
     for pattern in patterns:

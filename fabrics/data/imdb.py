@@ -35,11 +35,7 @@ def local_reviews(path: str, skipped: Skipped) -> dict[str, list[Review]]:
 
 
 def hub_reviews(skipped: Skipped, repository: str = REPOSITORY) -> dict[str, list[Review]]:
-    """Return the reviews of train and test from the hub, or from its cache on this machine.
-
-    Raises:
-        DatasetError: it is in neither.
-    """
+    """Return the reviews of train and test from the hub or its cache on this machine; DatasetError: in neither."""
     from datasets import load_dataset  # takes a second
 
     parts: dict[str, list[Review]] = {"train": [], "test": []}
@@ -65,11 +61,7 @@ def choose(
 ) -> tuple[list[Review], list[Review]]:
     """Choose training and evaluation reviews, shuffled with the seed; no text is in both.
 
-    Args:
-        samples_per_class: evaluation reviews of each class; None: as many as the smaller class of the test part has.
-
-    Raises:
-        ConfigError: there are not enough.
+    samples_per_class: evaluation reviews of each class; None: as many as the smaller class of the test part has.
     """
     generator = np.random.default_rng([seed, 0])
     shuffled = [parts["test"][i] for i in generator.permutation(len(parts["test"]))]

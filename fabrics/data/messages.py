@@ -41,11 +41,7 @@ Messages = list[dict[str, str]]
 
 
 def conversations(files: Sequence[Path], skipped: Skipped) -> Iterator[Document]:
-    """Yield the messages of each line as JSON, with the line as origin.
-
-    Raises:
-        DatasetError: naming the file and the line that is no conversation with an answer.
-    """
+    """Yield each line's messages as JSON, with its place as origin; DatasetError: a line has no answer to learn."""
     for file in files:
         for number, line in numbered_lines(file):
             place = f"{file}:{number}"
@@ -73,11 +69,7 @@ def _messages(record: object, place: str) -> Messages:
 
 
 def with_answers(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> tuple[str, list[tuple[int, int]]]:
-    """Return a conversation as the template writes it, and the range of characters of each answer.
-
-    Raises:
-        ValueError: the template refuses the messages, or writes earlier messages differently when others follow.
-    """
+    """Return a conversation as the template writes it, and the range of characters of each answer."""
     write = partial(tokenizer.apply_chat_template, tokenize=False)
     try:
         text = write(messages)
@@ -103,8 +95,7 @@ def encode(
 ) -> tuple[TokenisedPart, np.ndarray]:
     """Tokenise conversations, cut at `limit` tokens; skip those without an answer in these.
 
-    Returns:
-        The part, and for each of its tokens whether it holds characters of an answer.
+    Return the part, and for each of its tokens whether it holds characters of an answer.
     """
     parts = []
     targets = []

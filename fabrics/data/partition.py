@@ -46,9 +46,6 @@ def labels_by_cluster(documents: TokenisedPart, vocabulary: int, clusters: int, 
 
     Cluster 0 has the most tokens. Documents weigh as their number of tokens. One thread does the work, so every process
     finds the same clusters.
-
-    Raises:
-        ConfigError: there are fewer documents than clusters.
     """
     if clusters > len(documents):
         raise ConfigError(f"data_shares: must be at most the {len(documents)} training documents, got {clusters}")
@@ -112,11 +109,7 @@ def split_by_sources(config: Config, documents: TokenisedPart, vocabulary: int) 
 
 
 def shares_of_labels(labels: np.ndarray, lengths: np.ndarray, shares: int) -> np.ndarray:
-    """Return the share of each document: the label with most tokens first, each label to the smallest share so far.
-
-    Raises:
-        ConfigError: there are fewer labels than shares.
-    """
+    """Return the share of each document: the label with most tokens first, each label to the smallest share so far."""
     sizes = np.bincount(labels, weights=lengths)
     present = int((sizes > 0).sum())
     if present < shares:
@@ -151,11 +144,7 @@ def split_problems(config: Config) -> list[str]:
 
 
 def share_count(config: Config, nodes: int) -> int:
-    """Number of shares: `data_shares`, else one per trainer or, over workers, one per node.
-
-    Raises:
-        ConfigError: the number of nodes is needed and unknown.
-    """
+    """Number of shares: `data_shares`, else one per trainer or, over workers, one per node."""
     trainers = config.number_of_initial_trainers
     if config.data_shares is not None or config.data_split_over == "trainers":
         return config.data_shares or trainers

@@ -121,11 +121,7 @@ def verified_sets() -> Iterator[None]:
 
 
 def open_tokenised(folder: Path) -> TokenisedSet:
-    """Verify the checksums of a set, unless within `verified_sets`, and map it into memory.
-
-    Raises:
-        DatasetError: the folder holds no complete, undamaged set.
-    """
+    """Verify a set's checksums, unless within `verified_sets`, and map it; DatasetError: not complete, or damaged."""
     try:
         if not _verified.get():
             _verify(folder)
@@ -201,12 +197,7 @@ def tokenised(folder: Path, recipe: Recipe, cache: bool) -> TokenisedSet:
 
     If several programs request the same set at once, one works and the others wait.
 
-    Args:
-        cache: the folder belongs to the cache: a damaged set is made again.
-
-    Raises:
-        ConfigError: there are too few documents, the folder holds another set, or it cannot be written.
-        DatasetError: the source cannot be read, or the folder holds something else and is not of the cache.
+    cache: the folder belongs to the cache: a damaged set is made again.
     """
     lock = folder.with_name(f".{folder.name}.lock")
     partial = folder.with_name(f"{folder.name}.partial")

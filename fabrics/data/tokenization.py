@@ -88,11 +88,7 @@ def train_tokenizer(documents: Iterable[str], vocab_size: int, task: str = "caus
 
 
 def load_tokenizer(name: str, key: str) -> PreTrainedTokenizerBase:
-    """Load a tokenizer by hub name or folder.
-
-    Raises:
-        ConfigError: it cannot be loaded; `key` is the config key that names it.
-    """
+    """Load a tokenizer by hub name or folder; ConfigError: it cannot be loaded; key: names it in the configuration."""
     if not (Path(name).is_absolute() or Path(name).exists()):
         logger.info(
             "tokenizer %s: read from the hub or its cache; without a network this fails after about a minute, with "

@@ -95,11 +95,7 @@ def _is_unpatched() -> bool:
 
 
 def body_and_head(module: nn.Module) -> tuple[nn.Module, nn.Linear]:
-    """Return a language model's body, whose output has `last_hidden_state`, and the layer from there to the logits.
-
-    Raises:
-        ConfigError: the logits of this class may be something else.
-    """
+    """Return a language model's body, with `last_hidden_state`, and its output layer; ConfigError: an unknown class."""
     if not _is_known(module, getattr(getattr(module, "config", None), "model_type", None)):
         raise ConfigError(
             f"loss_chunk_tokens: must be null with {type(module).__name__}; known are the language models of "

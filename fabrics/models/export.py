@@ -37,9 +37,7 @@ def save_models(
 
     Models of other trainers, left by a run that was resumed, are removed at the end.
 
-    Args:
-        parameters_of: returns a trainer's flat parameters in the main process and its shard group, otherwise None; it
-            is called for one trainer after the other.
+    parameters_of: returns a trainer's flat parameters in the main process and its shard group, otherwise None.
 
     Returns:
         The folder of each trainer, and None; or no folder, and the problem.

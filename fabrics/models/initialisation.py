@@ -124,11 +124,7 @@ def flops_per_token(model: nn.Module, sequence_length: int) -> float:
 
 
 def recompute_activations(model: nn.Module, model_type: str) -> None:
-    """Let the layers of a model keep only their inputs for the backward pass, and recompute the rest there.
-
-    Raises:
-        ConfigError: the model is not of transformers, or cannot.
-    """
+    """Let a model's layers keep only their inputs for the backward pass; ConfigError: it is not of transformers."""
     if not getattr(model, "supports_gradient_checkpointing", False):
         raise ConfigError(
             f"activation_checkpointing: must be false with model_type {model_type}, whose module is none of "
@@ -140,11 +136,7 @@ def recompute_activations(model: nn.Module, model_type: str) -> None:
 
 
 def check_compiler(config: Config, processes: Processes) -> None:
-    """For a GPU PyTorch brings a compiler, for a CPU it needs one of C++ on every machine.
-
-    Raises:
-        ConfigError: a machine has none, or CUDA graphs are asked for on a CPU.
-    """
+    """Raise a ConfigError if a machine lacks the C++ compiler that CPUs need, or CUDA graphs are asked for on CPUs."""
     if config.compile_model == "reduce-overhead" and processes.devices[0].type == "cpu":
         raise ConfigError("compile_model: must be true or false on CPUs, got reduce-overhead, which needs CUDA graphs")
     compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
@@ -189,10 +181,7 @@ def _flat_model(config: Config, data: TaskData, device: torch.device, processes:
 
 
 def initial_parameters(config: Config, data: TaskData, trainer: int, first: FlatModel) -> torch.Tensor:
-    """Return the flat parameters that a trainer starts with, as a new tensor on the device of `first`.
-
-    first: holds the parameters of trainer 0.
-    """
+    """Return a trainer's initial parameters, a new flat tensor on the device of `first`, which has trainer 0's."""
     same_body = config.identical_initialisation or is_pretrained(config.model_config)
     same_head = config.single_seed or not config.need_to_reinit_output_layers
     if trainer == 0 or (same_body and same_head):
@@ -203,14 +192,7 @@ def initial_parameters(config: Config, data: TaskData, trainer: int, first: Flat
 
 
 def initial_cursors(config: Config, examples: int, sizes: Sequence[int] | None = None) -> list[DataCursor]:
-    """Return each trainer's cursor at the beginning of its own subset of the training examples.
-
-    Args:
-        sizes: sizes of the shares that the examples are split into; None: they are not split.
-
-    Raises:
-        ConfigError: a subset is smaller than the first batch.
-    """
+    """Return each trainer's cursor at the beginning of its examples; sizes: of the shares; None: they are not split."""
     trainers = config.number_of_initial_trainers
     seed = config.training_seed
     data = Subsets(seed, examples, trainers) if sizes is None else Shares(seed, tuple(sizes))

@@ -79,11 +79,7 @@ class AdaptedLinear(nn.Module):
 
 
 def add_adapters(model: nn.Module, lora: LoRA, seed: int) -> None:
-    """Freeze a model and give its target layers adapters, in place.
-
-    Raises:
-        ConfigError: a target names no layer, one that is not linear, the output layer, or one that shares its weight.
-    """
+    """Freeze a model and give its target layers adapters, in place."""
     chosen = _target_layers(model, lora.targets)
     model.requires_grad_(False)
     with torch.random.fork_rng(devices=[]):

@@ -307,14 +307,7 @@ def build_model(
     seed: int,
     class_names: Sequence[str] = (),
 ) -> nn.Module:
-    """Build a model in float32, in train mode, on the CPU.
-
-    Args:
-        seed: seed of the initialisation; the global generator is left as it was.
-
-    Raises:
-        ConfigError: a preset, name or value is unknown, or does not fit the tokenizer or the sequences.
-    """
+    """Build a model in float32, in train mode, on the CPU; the global generator is left as it was."""
     family = MODELS[model_type]
     if problems := family.problems(settings):
         raise ConfigError(problems)
@@ -324,11 +317,7 @@ def build_model(
 
 
 def reinitialise_output_layer(model_type: str, model: nn.Module, seed: int) -> None:
-    """Draw the weight of the output layer again (Xavier uniform, bias zero), in place.
-
-    Raises:
-        ConfigError: there is no output layer, or it shares its weight with the embedding.
-    """
+    """Draw the weight of the output layer again (Xavier uniform, bias zero), in place."""
     family = MODELS[model_type]
     if family.output_layer is None:
         raise ConfigError(f"need_to_reinit_output_layers: {model_type} does not say which layer that is")

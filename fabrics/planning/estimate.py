@@ -359,11 +359,7 @@ def _assumptions(run: _Run, adapts: bool, ends: bool) -> Iterator[str]:
 
 
 def estimate(config: Config, resources: Resources | None = None) -> Estimate:
-    """Estimate what a run needs.
-
-    Raises:
-        ConfigError: the run would refuse the configuration, or does not fit into the given memory.
-    """
+    """Estimate what a run needs; ConfigError: the run would refuse the configuration, or does not fit the memory."""
     resources = resources or Resources()
     run = _Run(config, resources)
     largest = run.largest_batch()

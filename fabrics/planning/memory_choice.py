@@ -57,16 +57,13 @@ def cheapest(options: Sequence[MemoryOption], sequence_length: int, round_tokens
 
 
 def with_chosen_memory(config: Config, devices: int | None, memory: int, on_gpus: bool) -> tuple[Config, str]:
-    """Return the configuration with `memory: auto` carried out, and the choice in one line.
+    """Return the configuration with `memory: auto` carried out, and the choice in one line; ConfigError: nothing fits.
 
     Keys that the configuration sets stay as they are.
 
     Args:
         devices: of all machines; None: see Resources.
         memory: bytes of the smallest device.
-
-    Raises:
-        ConfigError: no option fits, or a run refuses the configuration.
     """
     options = {}
     refusals = []

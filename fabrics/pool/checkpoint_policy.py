@@ -53,11 +53,7 @@ class CheckpointPolicy:
         )
 
     def after_step(self) -> None:
-        """Leave a round that still trains long after a signal. Every process leaves by itself.
-
-        Raises:
-            StoppedInRoundError: the run ends here, and resumes from its last checkpoint.
-        """
+        """Leave a round that still trains long after a signal, with a StoppedInRoundError; every process by itself."""
         if self._stop is not None and self._stop.overdue:
             raise StoppedInRoundError(STOPPED_IN_ROUND)
 

@@ -113,12 +113,9 @@ def begin_batches(
 
 
 def combine(parts: Iterable[EvaluationPart], task: str) -> Evaluation:
-    """Combine the parts of an evaluation.
+    """Combine the parts of an evaluation; ValueError: the examples have no target to predict.
 
     The loss is the summed loss of all predicted targets divided by their number, not a mean of batch means.
-
-    Raises:
-        ValueError: the examples have no target to predict.
     """
     part = EvaluationPart.join(list(parts))
     loss = 0.0

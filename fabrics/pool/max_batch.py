@@ -129,11 +129,7 @@ def calculate_max_batch(
 ) -> int:
     """Return the largest micro-batch of a model's device; for a shard group in examples of each of its devices.
 
-    Args:
-        reserved_bytes: bytes that all of them will allocate besides.
-
-    Raises:
-        MemoryError: not even one example fits; names the keys to change.
+    reserved_bytes: bytes that all of them will allocate besides. MemoryError: not even one example fits.
     """
     device = model.device
     on_gpu = device.type == "cuda"
@@ -209,11 +205,7 @@ def measured_max_batches(
     processes that share a device divide what is left. The devices of a shard group measure together, and the one with
     the least memory decides.
 
-    Args:
-        state_bytes: bytes between rounds in this process, which on a CPU are not in use before they are first written.
-
-    Raises:
-        ConfigError: not even one example fits, or the model has no per-example statistics.
+    state_bytes: bytes between rounds in this process, which on a CPU are not in use before they are first written.
     """
     processes.gather(None)  # afterwards the tensors of all processes exist
     per_device = config.nodes_per_gpu

@@ -19,14 +19,7 @@ class NoNodeLeftError(TrainingError):
 
 
 class NodePool:
-    """The nodes of a run, the same in every process.
-
-    Attributes:
-        failed: the ids of nodes that failed.
-
-    Raises:
-        ConfigError: the keys of the nodes do not fit their number.
-    """
+    """The nodes of a run, the same in every process. failed: the ids of nodes that failed."""
 
     def __init__(self, devices: Sequence[torch.device], config: Config):
         count = len(devices)

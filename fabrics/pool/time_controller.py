@@ -32,11 +32,7 @@ if TYPE_CHECKING:
 
 
 def with_best_method(config: Config, model: FlatModel, nodes: Sequence[Node], examples: int) -> Config:
-    """Return the configuration of a run with `objective: time`, with the method that is worth more for its link.
-
-    Args:
-        examples: of the training data.
-    """
+    """Return the configuration with the method that is worth more for its link; examples: of the training data."""
     worth = {}
     for name in (METHOD_APART, METHOD_TOGETHER):
         candidate = dataclasses.replace(config, distributed_algo=name)
@@ -46,12 +42,7 @@ def with_best_method(config: Config, model: FlatModel, nodes: Sequence[Node], ex
 
 
 def plan_round(config: Config, trainer: "Trainer", nodes: Sequence[Node], seconds: float, progress: float) -> RoundPlan:
-    """Return the plan of the next round of the run's only trainer.
-
-    Args:
-        nodes: that work, the fastest first.
-        seconds: that the run has used.
-    """
+    """Return the plan of the only trainer's next round; nodes: the fastest first; seconds: that the run has used."""
     group = trainer.worker_group
     situation = _situation(config, group.first_model, nodes, trainer.largest_request)
     measured = trainer.batch_control.noise_scale

@@ -234,12 +234,9 @@ class InnerLoop:
     # Problems of one worker
 
     def _smaller_plan(self, plan: ExecutionPlan) -> ExecutionPlan:
-        """Return a plan of the same examples in smaller micro-batches.
+        """Return a plan of the same examples in smaller micro-batches; TrainingError: one example does not fit.
 
         The node's max batch is halved, for good, until it is below the largest micro-batch of `plan`.
-
-        Raises:
-            TrainingError: one example does not fit.
         """
         node = self.worker.node
         devices = self._model.shard_group.size

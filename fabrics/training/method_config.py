@@ -11,11 +11,7 @@ from utils.config.schema import Config, ConfigError
 
 
 def method_of(config: Config, model: FlatModel | None = None) -> Method:
-    """Return the method with the parameters of `synchronisation`.
-
-    Raises:
-        ConfigError: with one line per problem; a parameter is wrong, or does not fit the model.
-    """
+    """Return the method with the parameters of `synchronisation`; ConfigError: one is wrong, or unfit for the model."""
     name = config.distributed_algo
     found = with_parameters(METHODS[name], config.synchronisation, "synchronisation", name)
     if model is not None and (problems := found.capabilities.problems(None, None, model.blocks)):
@@ -24,10 +20,7 @@ def method_of(config: Config, model: FlatModel | None = None) -> Method:
 
 
 def round_bytes(config: Config, method: Method, model: FlatModel, workers: int, measures: bool) -> int:
-    """Return the bytes that the workers of a trainer together send in a round of one exchange.
-
-    measures: whether the round takes gradient statistics, for which workers may send gradients.
-    """
+    """Bytes that a trainer's workers send in a round of one exchange; measures: it takes gradient statistics."""
     encoding = COMMUNICATION_DTYPES[config.communication_dtype]
     elements = model.parameter_count
     dtype = model.parameters.dtype

@@ -59,14 +59,10 @@ def draw_lost_messages(probability: float, key: RoundKey, participants: Collecti
 
 
 def _probe_batch(reading: Reading, end: int, worker: int, size: int) -> np.ndarray:
-    """Return a worker's examples of a probe; no example is in the probes of two workers.
+    """Return a worker's examples of a probe after the `end` examples of the round; no two probes share an example.
 
     Products of gradients are free of noise only between different examples. Near the end of an epoch the next examples
     may repeat; within two probes of all workers there are enough different ones.
-
-    Args:
-        end: the examples of the round, after which probes begin.
-        size: examples of each worker's probe.
     """
     everyone = len(reading.workers) * size
     ahead = reading.places(end + reading.workers[0] * size, 2 * everyone)

@@ -285,10 +285,7 @@ class WorkerGroup:
 
     @torch.no_grad()
     def _settle(self, some_end: bool) -> int:
-        """Bring the trainer's parameters up to date, and return the bytes that the workers send for it.
-
-        some_end: workers end, so that what they have learned and not sent must reach the parameters.
-        """
+        """Bring the trainer's parameters up to date with what workers have learned; return the bytes sent for it."""
         sent = 0
         if self.method.capabilities.averages_copies:
             self.refresh()
@@ -379,14 +376,10 @@ class WorkerGroup:
         read_shared: Callable[[str], torch.Tensor],
         read_worker: Callable[[int, str], torch.Tensor],
     ) -> None:
-        """Restore the tensors of the trainer and of as many workers as there were.
+        """Restore the tensors of the trainer and of as many workers as there were, as they are read by name.
 
         New workers begin with the moments of the first healthy one. Lost state comes back as well, until nodes are
         assigned again. If there are fewer workers than before, the mean keeps what the others have learned.
-
-        Args:
-            read_shared: from a name to the trainer's tensor.
-            read_worker: from a worker's number and a name to the worker's tensor.
         """
         self.values = dict(state["values"])
         self._resting = frozenset(state["resting"])

@@ -87,11 +87,7 @@ def check_state(state: Mapping, data: object, parameters: int) -> None:
 
 
 def newest_checkpoint(folder: Path, processes: Processes) -> Checkpoint:
-    """Return the newest complete checkpoint in a folder, as the main process finds it; all processes call this.
-
-    Raises:
-        CheckpointError: there is none; in all processes.
-    """
+    """Return the newest complete checkpoint in a folder, as the main process finds it, or raise a CheckpointError."""
     found = processes.gather(_newest(folder) if processes.is_main else None)[0]
     if isinstance(found, str):
         raise CheckpointError(found)
@@ -192,12 +188,7 @@ class Checkpoints:
         state: Mapping[str, Any],
         text_files: Mapping[str, str],
     ) -> None:
-        """Write a checkpoint.
-
-        Args:
-            groups: tensors of this process, or its parts of them, by file and name.
-            state: JSON values, of the main process.
-        """
+        """Write a checkpoint: this process's tensors by file and name, and the main process's JSON values."""
         temporary = self._folder / f".round_{number:05d}.new"
         problem, _ = self._together(lambda: self._write_tensors(temporary, groups))
         checksums = []

@@ -49,14 +49,9 @@ def whole(tensor: torch.Tensor) -> FilePart:
 
 
 def write_parts(path: Path, parts: Mapping[str, FilePart], with_header: bool = True) -> None:
-    """Write this process's parts of a safetensors file to the disk.
+    """Write this process's parts of a safetensors file to the disk, by the name of the tensor.
 
-    Args:
-        parts: by the name of the tensor; names and shapes are the same in all these processes.
-        with_header: whether this process writes the header; exactly one of them does.
-
-    Raises:
-        OSError: the file cannot be written.
+    Names and shapes are the same in all these processes; exactly one of them writes the header.
     """
     header, starts, size = _layout(parts)
     handle = os.open(path, os.O_WRONLY | os.O_CREAT, 0o666)

@@ -35,11 +35,7 @@ _tried: dict[str, Plugin | str] = {}
 
 
 def import_plugins(paths: Iterable[str]) -> list[Plugin]:
-    """Import these files, each once in this process, and return them in their order.
-
-    Raises:
-        ConfigError: one line for each file that cannot be read or imported, with the line in it that failed.
-    """
+    """Import these files, each once in this process, and return them; ConfigError: one line for each that fails."""
     results = []
     for path in dict.fromkeys(map(os.path.realpath, paths)):
         if path not in _tried:
@@ -86,12 +82,9 @@ def _shown(path: str) -> str:
 
 
 def check_plugins_of_run(folder: Path) -> None:
-    """Refuse plugins that came with a run folder, which may be somebody else's.
+    """Raise a ConfigError if plugins came with a run folder, which may be somebody else's.
 
     A run writes the absolute paths of its plugins. The sender of a folder does not know the path that it will have.
-
-    Raises:
-        ConfigError: one line for each plugin with a relative path, or inside the folder or its parent.
     """
     named = read_mapping(folder / "config.yaml").get("plugins") or []
     parent = folder.resolve().parent

@@ -72,11 +72,7 @@ class Checks:
 def load_config(
     source: str | Path | Mapping | Config, overrides: Sequence[str] = (), checks: Checks | None = None
 ) -> tuple[Config, list[str]]:
-    """Read a YAML file, a mapping of its keys or a Config into a Config and its warnings; see parse_config.
-
-    Raises:
-        ConfigError: the file cannot be read, is a comparison or not a YAML mapping, or has problems.
-    """
+    """Read a YAML file, a mapping of its keys or a Config into a checked Config and its warnings; see parse_config."""
     if isinstance(source, Config):
         source = dataclasses.asdict(source)
     raw = source if isinstance(source, Mapping) else read_mapping(Path(source))
@@ -244,14 +240,11 @@ def problem_lines(error: ValidationError, values: Any, known: Collection[str] = 
 
 
 def with_parameters(kind: type[T], values: Mapping[str, Any], key: str, name: str) -> T:
-    """Return a dataclass with these values of its fields; the others have their defaults.
+    """Return a dataclass with these values of its fields; ConfigError: one line per unknown parameter or wrong value.
 
     Args:
         key: of the mapping.
         name: of the choice that has the parameters.
-
-    Raises:
-        ConfigError: one line per unknown parameter or wrong value.
     """
     known = [field.name for field in dataclasses.fields(kind)]
     problems = []

@@ -50,14 +50,7 @@ def training_changes(before: Config, after: Config) -> list[str]:
 
 
 def folder_to_resume(resume: str | None, config: str | None, overrides: Sequence[str]) -> str | None:
-    """Return the run folder that a command line resumes; None: it starts a run.
-
-    Args:
-        resume: the value of --resume: a run folder, or auto for that of the configuration, if it has a checkpoint.
-
-    Raises:
-        ConfigError: the configuration is wrong, or names no run.
-    """
+    """Return the run folder that a command line resumes; None: it starts a run. auto: that of the configuration."""
     if resume != "auto":
         return resume
     asked, _ = load_config(config or default_config(), overrides)
@@ -70,12 +63,7 @@ def folder_to_resume(resume: str | None, config: str | None, overrides: Sequence
 def resumed_config(
     folder: Path, overrides: Sequence[str], force: bool, checks: Checks | None = None
 ) -> tuple[Config, list[str]]:
-    """Return the configuration of the run in a folder with overrides, and warnings for the log.
-
-    Raises:
-        ConfigError: there is no run in the folder, the overrides are wrong or change how the run trains without
-            `force`, the run names plugins that came with its folder, or a file in it is a link.
-    """
+    """Return the configuration of the run in a folder with overrides, and warnings; force: it may train differently."""
     path = folder / "config.yaml"
     _refuse_links(folder)
     if not path.exists():
@@ -107,11 +95,7 @@ def _changes_of_the_start(before: Config, after: Config) -> list[str]:
 
 
 def changes_since(checkpoint: Path, config: Config) -> list[str]:
-    """Return a warning for each change of how the run trains since a checkpoint was written.
-
-    Raises:
-        ConfigError: a key has changed that only the start of a run reads.
-    """
+    """Return a warning for each change of how the run trains since a checkpoint was written."""
     before, _ = load_config(checkpoint / "config.yaml")
     if problems := _changes_of_the_start(before, config):
         raise ConfigError(problems)

@@ -44,11 +44,7 @@ def read_mapping(path: Path) -> dict:
 
 
 def yaml_value(text: str) -> Any:
-    """Return the value of a YAML document; unlike in PyYAML, a key given twice in a mapping is an error.
-
-    Raises:
-        yaml.YAMLError: it is not valid YAML, has a key twice, is nested too deeply, or has too many aliases.
-    """
+    """Return the value of a YAML document; yaml.YAMLError: not valid, a key twice, too deep, or too many aliases."""
     _check(text)
     try:
         return yaml.load(text, _Loader)

@@ -29,10 +29,7 @@ def decided(processes: Processes, decide: Callable[[], T]) -> T:
 
 
 def done_by_all(processes: Processes, work: Callable[[], T]) -> T:
-    """Return the result of this process's work; if one process fails, raise a ConfigError in all.
-
-    The work must not wait for the other processes.
-    """
+    """Return the result of work that waits for no other process; if one process fails, raise a ConfigError in all."""
     result: list[T] = []
     _results(processes, lambda: result.append(work()))
     return result[0]
@@ -57,10 +54,7 @@ def _results(processes: Processes, work: Callable[[], T]) -> list[T]:
 
 
 def difference(statements: Sequence[Mapping[str, object]]) -> str | None:
-    """Describe the names in which the processes' statements differ; None if they agree.
-
-    statements: values by name, for each rank.
-    """
+    """Describe the names in which the ranks' statements, values by name, differ; None if they agree."""
     names = dict.fromkeys(name for statement in statements for name in statement)
     parts = []
     for name in names:
@@ -79,25 +73,14 @@ def _shortened(value: object) -> str:
 
 
 def agree(processes: Processes, what: str, statement: Mapping[str, object]) -> None:
-    """Check that all processes make the same statement.
-
-    Args:
-        what: the subject of the statement, for the error.
-
-    Raises:
-        ConfigError: the statements differ; in all processes.
-    """
+    """Raise a ConfigError in all processes if their statements differ; what: the subject, for the error."""
     found = difference(processes.gather(dict(statement)))
     if found is not None:
         raise ConfigError(f"the processes have different {what}: {found}")
 
 
 def agree_on_config(processes: Processes, config: Config) -> None:
-    """Check that all processes have the same plugins and configuration, except for the keys of a machine.
-
-    Raises:
-        ConfigError: they differ; in all processes.
-    """
+    """Raise a ConfigError in all processes if plugins or configurations differ, except for the keys of a machine."""
     statement = {name: getattr(config, name) for name in FIELDS if name not in _MAY_DIFFER}
     for index, plugin in enumerate(import_plugins(config.plugins)):
         statement[f"plugins[{index}], {plugin.name}"] = plugin.sha256

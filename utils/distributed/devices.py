@@ -116,12 +116,9 @@ def share_of(items: Sequence[T], index: int, parts: int) -> Sequence[T]:
 
 
 def share_out(sites: Sequence[Site], nodes_per_device: int) -> tuple[Slot, ...]:
-    """Place every node, in the order of machines and devices.
+    """Place every node, in the order of machines and devices; ValueError: there are fewer nodes than processes.
 
     Processes that see the same devices get consecutive, near-equal parts of the nodes on them.
-
-    Raises:
-        ValueError: processes see some devices in common, but not all; or there are more of them than nodes.
     """
     slots: list[Slot] = []
     groups = 0
@@ -157,9 +154,6 @@ def shard_group_sites(sites: Sequence[Site], size: int, place: int) -> list[Site
     """Join every `size` processes with consecutive ranks to a shard group, and return one site for each.
 
     It is the site of the process at the given place in the shard group, with the joined identities of all its devices.
-
-    Raises:
-        ValueError: the processes do not make whole shard groups, each on one machine and with distinct devices.
     """
     if len(sites) % size:
         raise ValueError(
@@ -190,11 +184,7 @@ def shard_group_sites(sites: Sequence[Site], size: int, place: int) -> list[Site
 
 
 def own_device(devices: Sequence[T], rank: Rank) -> T:
-    """Return the only device that a process sees, or the one with its number on the machine.
-
-    Raises:
-        ValueError: the machine has another number of devices than of processes.
-    """
+    """Return the only device that a process sees, or the one with its number on the machine."""
     if len(devices) == 1:
         return devices[0]
     if len(devices) != rank.local_count:
@@ -206,11 +196,7 @@ def own_device(devices: Sequence[T], rank: Rank) -> T:
 
 
 def check_one_gpu(slots: Sequence[Slot]) -> None:
-    """Check that no process owns nodes on several GPUs: it would use them one after the other.
-
-    Raises:
-        ValueError: a process does.
-    """
+    """Raise a ValueError if a process owns nodes on several GPUs: it would use them one after the other."""
     gpus: dict[int, set[str]] = {}
     for slot in slots:
         if slot.device.startswith("cuda"):

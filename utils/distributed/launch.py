@@ -140,16 +140,9 @@ class Launch:
 def start_processes(
     config: Path, overrides: Sequence[str], program: Sequence[str]
 ) -> contextlib.AbstractContextManager[Launch | None]:
-    """Start the other processes that the configuration asks for.
+    """Start the other processes that a configuration asks for; return a context with the Launch, or None if alone.
 
-    Args:
-        config: the configuration file. Its errors are reported later, by the checks of the whole configuration.
-
-    Returns:
-        A context with the Launch, or with None for a single process.
-
-    Raises:
-        ConfigError: there are more processes than nodes.
+    Errors in the file are reported later, by the checks of the whole configuration.
     """
     from utils.config.reading import load_config
     from utils.config.schema import ConfigError

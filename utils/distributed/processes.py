@@ -86,15 +86,12 @@ class Processes:
         devices_per_node: int = 1,
         timeout_minutes: float = 30.0,
     ) -> None:
-        """Share out the nodes of all devices; all processes call this together.
+        """Share out the nodes of all devices; all processes call this together. ValueError: that is impossible.
 
         Args:
             in_order: sum means in worker order, so that bits do not depend on the number of processes.
             devices_per_node: size of a shard group: the processes with consecutive ranks that own nodes together; each
                 exchanges tensors with the process at its place in the other shard groups.
-
-        Raises:
-            ValueError: the nodes cannot be shared out; see `share_out`, `shard_group_sites` and `check_one_gpu`.
         """
         self._in_order = in_order
         self._shard_group_size = devices_per_node
@@ -162,11 +159,7 @@ class Processes:
         self._stalls.step()
 
     def gather_in_round(self, value: T) -> list[T]:
-        """Return the values of all processes, by rank, at the end of a round.
-
-        Raises:
-            PeerLostError: a process is later than `collective_timeout_minutes`; the message names it.
-        """
+        """Return the values of all processes, by rank; PeerLostError: one is late (`collective_timeout_minutes`)."""
         if self.count == 1:
             return [value]
         values: list = [None] * self.count
@@ -197,16 +190,13 @@ class Processes:
         takers: Sequence[int],
         into: Callable[[], list[torch.Tensor]],
     ) -> list[torch.Tensor] | None:
-        """Copy tensors from the owners of the nodes `holders` to the owners of the nodes `takers`.
+        """Copy tensors from the owners of the nodes `holders` to the owners of the nodes `takers`, and return them.
 
-        All processes call this in the same order.
+        All processes call this in the same order; the result is None in a process that owns no taker.
 
         Args:
             tensors: the tensors, in a process that owns a holder; otherwise None.
             into: makes the tensors to fill, in a process that lacks them.
-
-        Returns:
-            The tensors, in a process that owns a taker; otherwise None.
         """
         have = {self._owners[node] for node in holders}
         need = {self._owners[node] for node in takers}
@@ -261,11 +251,7 @@ def _end_with_parent() -> None:
 
 
 def meet(launch: Launch | None = None) -> Processes:
-    """Return the processes of this run, still without nodes: one, or those that torchrun or a Launch started.
-
-    Raises:
-        PeerLostError: the other processes do not come.
-    """
+    """Return the processes of this run, still without nodes: one, or those that torchrun or a Launch started."""
     _end_with_parent()
     rank = Rank.from_environment()
     if rank is None:
@@ -293,11 +279,7 @@ def _own_devices(config: Config) -> tuple[list[torch.device], list[str]]:
 
 
 def place_nodes(processes: Processes, config: Config) -> list[str]:
-    """Give the processes of a run their nodes, as the configuration says, and return warnings.
-
-    Raises:
-        ConfigError: the devices do not exist, or there are too many or too few processes.
-    """
+    """Give the processes of a run their nodes, and return warnings; ConfigError: devices or processes do not fit."""
     hide_gpus(config)
     devices, warnings = done_by_all(processes, lambda: _own_devices(config))
     on_cpu = all(device.type == "cpu" for device in devices)
@@ -327,11 +309,7 @@ def place_nodes(processes: Processes, config: Config) -> list[str]:
 
 
 def join_processes(config: Config) -> Processes:
-    """Return the processes of this run, with their nodes.
-
-    Raises:
-        ConfigError: the devices do not exist, or there are too many or too few processes.
-    """
+    """Return the processes of this run, with their nodes."""
     processes = meet()
     place_nodes(processes, config)
     return processes
