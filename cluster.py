@@ -409,13 +409,7 @@ class Cluster:
         }
 
     def load_state_dict(self, state: Mapping, read: Callable[[str, str], torch.Tensor]) -> None:
-        """Restore the state of a cluster of the same data and model, on any number of processes.
-
-        Nodes that had failed work again.
-
-        Raises:
-            CheckpointError: the state is of another model or of other data.
-        """
+        """Restore the state of a run of the same data and model, on any number of processes; failed nodes return."""
         check_state(state, self.data.fingerprint(), self.parameter_count)
         self.merges = state["merges"]
         self.pool.load_state_dict(state["nodes"])

@@ -245,13 +245,7 @@ def fast_imports() -> Iterator[None]:
 def prepared_run(
     options: argparse.Namespace, started: float, launch: Launch | None = None
 ) -> Iterator[tuple["Cluster", "Observer", Path]]:
-    """Connect this process to the others, read the configuration, lock the run folder, and set up.
-
-    Args:
-        options: config, overrides, resume and force of the command line.
-        started: time.perf_counter() at the start of the program.
-        launch: the other processes, if this one started them.
-    """
+    """Connect this process to the others, read the configuration, lock the run folder, and set up."""
     from training_logs.recording.run_folder import lock_run_in_main, start_logging
     from utils.config.resume import folder_to_resume
     from utils.config.schema import ConfigError

@@ -158,11 +158,7 @@ class Trainer:
         return TrainedRound(records, tuple(outer_round.events), outer_round.group.values, time.perf_counter() - started)
 
     def conclude_round(self, split: WorkSplit, schedule: RoundSchedule, trained: TrainedRound) -> RoundReport:
-        """Turn the statistics into the next requested batch, and move on in the data (AdLoCo, section 3, step 6).
-
-        Raises:
-            TrainingError: all workers diverged.
-        """
+        """Turn the statistics into the next requested batch, and move on in the data (AdLoCo, section 3, step 6)."""
         records = trained.records
         requested = self.requested_batch
         warnings = self._warnings(records)
@@ -272,10 +268,7 @@ class Trainer:
         return groups
 
     def load_state_dict(self, state: Mapping, read: Callable[[str, str], torch.Tensor]) -> None:
-        """Restore a state on the nodes that the trainer has now.
-
-        read: from the name of a group and of a tensor to that tensor.
-        """
+        """Restore a state on the nodes that the trainer has now; read: from a group and a name to the tensor."""
         self.batch_control.load_state_dict(state["batch"])
         self.cursor.load_state_dict(state["cursor"])
         self.inner_steps_done = state["inner_steps"]

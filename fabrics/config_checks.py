@@ -260,10 +260,7 @@ _LEFT_OPEN = (
 
 
 def left_open(given: Collection[str], config: Config) -> list[str]:
-    """Return one line with the defaults that a published configuration takes from this project, if they matter.
-
-    given: the keys of the file, by the names of this project.
-    """
+    """Return a line with the defaults that a published configuration with these keys takes from this project."""
     idle = _without_effect(config)
     used = dataclasses.replace(config, inner_optimizer=inner_optimizer_name(config))  # null: the method's own
     keys = [key for key in _LEFT_OPEN if key not in given and key not in idle]

@@ -41,12 +41,7 @@ def shows_progress() -> bool:
 
 
 def progress_bar(items: Iterable | None = None, *, always: bool = False, **how: Any) -> tqdm:
-    """Return a tqdm progress bar over items, or one to update, if `shows_progress`.
-
-    Args:
-        always: also in other processes, and where standard error is a file.
-        how: as for tqdm.
-    """
+    """Return a tqdm progress bar over items, or one to update, if `shows_progress`; always: also in log files."""
     if in_notebook():
         from tqdm.auto import tqdm as notebook_tqdm  # as text where ipywidgets is not installed
 

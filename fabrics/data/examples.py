@@ -174,12 +174,7 @@ class PackedDocuments(PackedSequences):
 
 @dataclass(frozen=True)
 class DataShares:
-    """The shares of non-IID training data.
-
-    Attributes:
-        sizes: examples of each share; training examples are sorted by share.
-        records: documents, examples and tokens of each share, for the summary.
-    """
+    """The shares of non-IID training data, by which examples are sorted; records: of each share, for the summary."""
 
     sizes: tuple[int, ...]
     records: list[dict[str, int]]

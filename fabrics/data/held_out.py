@@ -25,12 +25,7 @@ def default_validation_size(documents: int) -> int:
 
 @dataclass(frozen=True)
 class Part:
-    """Documents of one part.
-
-    Attributes:
-        documents: reads them.
-        count: their number, about; None: unknown.
-    """
+    """Documents of one part, and their number, about; None: unknown."""
 
     documents: Documents
     count: int | None

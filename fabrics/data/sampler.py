@@ -216,11 +216,7 @@ class Walk:
 
 
 def shares_of_workers(shares: Sequence[int], workers: int) -> list[tuple[int, ...]]:
-    """Return the shares of each worker of a trainer.
-
-    Worker w of M reads the shares at places w, w + M, w + 2M, ...; with K < M shares, workers w, w + K, ... read the
-    same share together.
-    """
+    """Return each worker's shares: worker w of M reads w, w + M, ...; with K < M, w and w + K read the same one."""
     readers = min(len(shares), workers)
     return [tuple(shares[worker % readers :: readers]) for worker in range(workers)]
 

@@ -262,10 +262,7 @@ def _remove(path: Path) -> None:
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, texts: list[str]) -> list[np.ndarray]:
-    """Return the tokens of each text, followed by end-of-text (uint32).
-
-    Special tokens that a text spells out are text.
-    """
+    """Return the tokens of each text, then end-of-text (uint32); special tokens that a text spells out are text."""
     ids = tokenizer(
         texts, add_special_tokens=False, split_special_tokens=True, return_attention_mask=False, verbose=False
     )["input_ids"]

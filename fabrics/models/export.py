@@ -79,8 +79,7 @@ def save_model(
 ) -> None:
     """Write a model, adapters merged, to a folder, which `pretrained: true` loads with the folder as its name.
 
-    A module of transformers writes itself (`save_pretrained`: safetensors and config). Of any other module the state is
-    written as safetensors.
+    A module of transformers writes itself. Of any other module the state is written as safetensors.
 
     state: the state on the CPU, in which tied parameters are one tensor; None: the module's own.
     """

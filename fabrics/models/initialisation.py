@@ -69,10 +69,7 @@ def _architecture(
 
 
 def _stand_in(config: Config, settings: dict) -> tuple[PreTrainedTokenizerBase, bool]:
-    """Return a tokenizer, without reading data, and whether its size is assumed to be `vocab_size`.
-
-    It is assumed if neither the model nor the name of a tokenizer tells it; it is added to the settings then.
-    """
+    """Return a tokenizer, without reading data, and whether its size is assumed to be `vocab_size` (in settings)."""
     family = MODELS[config.model_type]
     few = train_tokenizer([END_OF_TEXT], _FEW_TOKENS, family.task)
     name = settings.get("preset") or settings.get("name") or "demo"
@@ -108,10 +105,9 @@ def meta_model(config: Config) -> tuple[nn.Module, list[str]]:
 def flops_per_token(model: nn.Module, sequence_length: int) -> float:
     """Return the FLOPs of training on one token.
 
-    6 for every weight of a linear layer, the head included (2 forward, 4 backward, of which 2 for its own gradient, if
-    it is trained), and 6 * layers * width *
-    sequence_length for attention: 12 for all pairs of tokens, half of which are masked. A model whose config names no
-    attention heads counts as having none.
+    6 for every weight of a linear layer (2 forward, 4 backward, of which 2 for its own gradient, if it is trained), and
+    6 * layers * width * sequence_length for attention: 12 for all pairs of tokens, half of which are masked. A model
+    whose config names no attention heads counts as having none.
     """
     weights = [module.weight for module in model.modules() if isinstance(module, nn.Linear | Conv1D)]
     linear = sum((6.0 if weight.requires_grad else 4.0) * weight.numel() for weight in weights)

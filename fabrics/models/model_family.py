@@ -191,10 +191,7 @@ def _known(config_class: type) -> frozenset[str]:
 
 @dataclass(frozen=True)
 class TransformersFamily:
-    """A family of the library transformers.
-
-    config_class: the library's configuration class; None: that of the model that `name` names.
-    """
+    """A family of transformers. config_class: None: that of the model that `name` names."""
 
     task: str
     config_class: type | None

@@ -40,11 +40,9 @@ class MemoryOption:
 
 
 def cheapest(options: Sequence[MemoryOption], sequence_length: int, round_tokens: int) -> MemoryOption:
-    """Return the option whose tokens take the least time; the first of equal ones.
+    """Return the option whose tokens take the least time; the first of equal ones; round_tokens: of a worker.
 
     A token takes the time of its FLOPs, of its part of a micro-batch's start, and of its part of a round's transfers.
-
-    round_tokens: tokens that a worker trains in a round.
     """
     least = min(option.flops_per_token for option in options)
 

@@ -27,11 +27,9 @@ class Vote:
 
 
 class CheckpointPolicy:
-    """Writes models and checkpoints into a run folder when they are due.
+    """Writes models and checkpoints into a run folder when they are due; folder: None: nothing is written.
 
     All processes have one and call it at the same places. A failure to write is a warning, and training continues.
-
-    folder: the run folder; None: nothing is written.
     """
 
     def __init__(self, run: Cluster, observer: Observer, folder: Path | None = None, stop: StopRequest | None = None):

@@ -86,10 +86,7 @@ def begin_batches(
     on_batch: Callable[[], None] = lambda: None,
     loss_chunk_tokens: int | None = None,
 ) -> EvaluationPart:
-    """Evaluate a module in eval mode on some batches of the examples, without waiting for the device.
-
-    loss_chunk_tokens: tokens of each example whose logits exist at a time; None: all.
-    """
+    """Evaluate a module in eval mode on some batches of the examples, without waiting for the device."""
     sums = torch.zeros(len(batches), 3, dtype=torch.float64, device=device)
     bar = progress_bar(batches, desc="evaluating", unit=" batches", leave=False, delay=1)
     for row, number in enumerate(bar):

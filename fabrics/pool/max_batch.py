@@ -40,10 +40,7 @@ _CUDA_PROBES = (1, 2, 4)
 def find_max_batch(
     measure: Measure, budget_bytes: int, probes: tuple[int, ...] = _CUDA_PROBES, confirm: bool = True
 ) -> int:
-    """Return the largest batch whose step stays within the budget; 0 if not even one example does.
-
-    confirm: measure the prediction too, and shrink it until it fits.
-    """
+    """Return the largest batch whose step fits the budget, or 0; confirm: measure the prediction until it fits."""
 
     def fits(size: int | None) -> bool:
         return size is not None and size <= budget_bytes
@@ -127,10 +124,7 @@ def device_memory(device: torch.device) -> tuple[int, int]:
 def calculate_max_batch(
     step: Callable[[int], None], model: FlatModel, padding_percentage: float, sharing: int, reserved_bytes: int
 ) -> int:
-    """Return the largest micro-batch of a model's device; for a shard group in examples of each of its devices.
-
-    reserved_bytes: bytes that all of them will allocate besides. MemoryError: not even one example fits.
-    """
+    """Return the largest micro-batch of each device of a model; reserved_bytes: that all will allocate besides."""
     device = model.device
     on_gpu = device.type == "cuda"
     alone = _measure_cuda(step, device) if on_gpu else _measure_cpu(step)

@@ -41,10 +41,7 @@ def check_nodes(config: Config, devices: Sequence[torch.device]) -> None:
 
 
 def check_statistics(config: Config, nodes: Sequence[Node], smallest_subset: int) -> None:
-    """Raise ConfigError if there are too few nodes, or too few data, for the statistics of the batch test.
-
-    smallest_subset: examples of the smallest data subset of a trainer, or share of a worker.
-    """
+    """Raise ConfigError if there are too few nodes, or data in the smallest subset or share, for the batch test."""
     if BATCH_TESTS[config.sampling_method] is None:
         return
     trainers = config.number_of_initial_trainers

@@ -33,10 +33,7 @@ T = TypeVar("T")
 
 
 class ShardedProbe(PerExampleProbe):
-    """The PerExampleProbe of a shared pass; afterwards all devices have the statistics of all examples.
-
-    examples: of the pass on all devices.
-    """
+    """The PerExampleProbe of a shared pass; afterwards all devices have the statistics of all examples."""
 
     def __init__(self, model: "ShardedModel", examples: int, products: bool):
         own, share = model.local_slice(examples)
@@ -98,10 +95,7 @@ class ShardedProbe(PerExampleProbe):
 
 
 class DeviceProbe:
-    """The gradient of each device in a shared pass; afterwards all devices have its statistics.
-
-    examples: of the pass on all devices.
-    """
+    """The gradient of each device in a shared pass; afterwards all devices have its statistics."""
 
     def __init__(self, model: "ShardedModel", examples: int):
         devices = model.shard_group.size
@@ -125,10 +119,7 @@ class DeviceProbe:
             self._products[1, device] += inner_product(gradient, total)
 
     def moments(self, examples: int) -> tuple[list[GradientMoments], list[int]]:
-        """Return the moments of the devices that had examples, and how many each had.
-
-        examples: of the whole step, whose mean loss is differentiated.
-        """
+        """Return the moments of the devices that had some of the step's examples, and how many each had."""
         batches = [batch for batch in self._batches if batch]
         # Devices without examples have zero gradients: the mean over the others is the sum through their number.
         squares, products = (self._products[:, : len(batches)] * examples**2).tolist()
@@ -228,10 +219,7 @@ class ShardedModel(FlatModel):
 
     @torch.no_grad()
     def _fill(self, dtype: torch.dtype, wholes: dict[str, torch.Tensor]) -> None:
-        """Make the flat buffers, fill them, and give their parts to FSDP2 as its shards.
-
-        wholes: the whole parameters, on the first device; one at a time is sent and freed.
-        """
+        """Make the flat buffers, fill them from the first device's whole parameters, and make them FSDP2's shards."""
         empty = dict(self.module.named_parameters())
         trainable = {name: parameter for name, parameter in empty.items() if parameter.requires_grad}
         shapes = {name: tuple(parameter.shape) for name, parameter in trainable.items()}
@@ -377,10 +365,7 @@ class ShardedModel(FlatModel):
 
 
 class GradientSum:
-    """The reduction of gradients that FSDP2 calls (`set_custom_reduce_scatter`); a probe may look at its input.
-
-    probe: receives the devices' gradients beside their sum; None: nothing does.
-    """
+    """The reduction of gradients that FSDP2 calls (`set_custom_reduce_scatter`); a probe may look at its input."""
 
     def __init__(self, shard_group: ShardGroup):
         self.probe: DeviceProbe | None = None

@@ -35,11 +35,7 @@ def accumulate_gradients(
 ) -> tuple[torch.Tensor, list[PerExampleProbe]]:
     """Add the gradient of the mean loss of these examples, computed in the plan's micro-batches.
 
-    Args:
-        probe: take per-example statistics. The gradient must be zero before.
-
-    Returns:
-        The mean loss, and with `probe` the probe of every micro-batch.
+    Return the mean loss, and with `probe`, before which the gradient must be zero, the probe of every micro-batch.
     """
     total = 0.0
     probes = []
@@ -130,9 +126,6 @@ class InnerLoop:
         """Make this worker's inner steps up to step `until` of the round; its parameters are in the model afterwards.
 
         A worker without an optimizer only computes one gradient, which is in the model afterwards.
-
-        Raises:
-            TrainingError: not even one example fits into the device's memory.
         """
         first = self.done
         last = bisect_left(self._assignment.active_steps, until)  # of the steps that this worker makes

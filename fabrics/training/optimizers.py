@@ -68,11 +68,9 @@ class InnerOptimizer:
 
 
 class WorkerOptimizer:
-    """The optimizer of a worker's inner steps, or of a trainer's shared parameters.
+    """The optimizer of a worker's inner steps, or of a trainer's shared parameters with the given state, by reference.
 
     With `offload_moments` a new state is in host memory, and on the device within `steps`.
-
-    state: used by reference; None: a new one.
     """
 
     def __init__(self, model: FlatModel, config: Config, state: Mapping[str, torch.Tensor] | None = None):
@@ -274,10 +272,7 @@ def check_inner_optimizer(config: Config, model: FlatModel) -> None:
 
 
 def learning_rate_schedule(config: Config) -> LearningRateSchedule:
-    """Return the schedule of the inner learning rate, as factors of `base_learning_rate`.
-
-    With Seesaw only the warm-up is left of it: the batch schedule has the rest.
-    """
+    """Return the schedule of the inner learning rate; the batch schedule seesaw leaves only the warm-up of it."""
     return LearningRateSchedule(
         "constant" if config.batch_schedule == "seesaw" else config.learning_rate_schedule,
         config.warmup_steps,

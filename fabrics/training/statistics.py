@@ -140,10 +140,7 @@ def compare_workers(
 def samples_for_test(
     config: Config, workers: Mapping[int, "WorkerRound"]
 ) -> tuple[list[SampleEstimate], SampleEstimate | None, str | None]:
-    """Return the samples of a round for the batch test, the estimate from the comparison, and a warning.
-
-    workers: all participants, by number.
-    """
+    """Return all participants' samples for the batch test, the estimate from their comparison, and a warning."""
     present = [worker for worker in workers.values() if not worker.left_out]
     moments = [worker.moments for worker in present if worker.moments is not None]
     if config.compares_workers:

@@ -173,10 +173,7 @@ class WorkerGroup:
         names: Sequence[str],
         overwrite: bool = False,
     ) -> dict[str, torch.Tensor] | None:
-        """Return tensors of the holders' nodes in the processes that own a taker's; None in the others.
-
-        overwrite: fill the taker's own `tensors` instead of new ones.
-        """
+        """Return tensors of the holders' nodes in the takers' processes, new or over their own; None in others."""
 
         def received() -> list[torch.Tensor]:
             return [tensors[name] if overwrite else self._empty(self._shapes[name]) for name in names]
@@ -209,10 +206,7 @@ class WorkerGroup:
         return self._connected.mean(like, encoding, weights)
 
     def messages(self, size: int, takers: Sequence[Collection[int]]) -> Messages:
-        """Start an exchange of messages between workers, of `size` bytes each.
-
-        takers: the receivers of every worker's message, by number of the sender.
-        """
+        """Start an exchange of messages of `size` bytes; takers: the receivers of every worker's message."""
         return self._connected.messages(size, takers, self._state_device)
 
     @property

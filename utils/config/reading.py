@@ -56,12 +56,7 @@ _ADAPTERS = {
 
 @dataclass(frozen=True)
 class Checks:
-    """Checks and choices from the rest of the program; fabrics/config_checks.py fills them in.
-
-    Attributes:
-        warnings: function that returns one line for each key without effect.
-        left_open: function from the keys of a published configuration to a line with the defaults that it takes.
-    """
+    """Checks and choices from the rest of the program; fabrics/config_checks.py fills them in."""
 
     choices: Mapping[str, Collection[str]]
     problems: Sequence[Callable[[Config], list[str]]]
@@ -240,12 +235,7 @@ def problem_lines(error: ValidationError, values: Any, known: Collection[str] = 
 
 
 def with_parameters(kind: type[T], values: Mapping[str, Any], key: str, name: str) -> T:
-    """Return a dataclass with these values of its fields; ConfigError: one line per unknown parameter or wrong value.
-
-    Args:
-        key: of the mapping.
-        name: of the choice that has the parameters.
-    """
+    """Return a dataclass with these values of its fields; key: of the mapping; name: of the choice that has them."""
     known = [field.name for field in dataclasses.fields(kind)]
     problems = []
     for parameter in values:

@@ -15,14 +15,7 @@ T = TypeVar("T")
 
 
 def resolve_devices(requested: list[str] | None) -> tuple[list[torch.device], list[str]]:
-    """Return the devices to train on, and warnings for the log.
-
-    Args:
-        requested: names such as "cuda:0" or "cpu"; None for every visible GPU, or the CPU without one.
-
-    Raises:
-        ValueError: a device is named twice, or a GPU that is not among those visible.
-    """
+    """Return the devices to train on (None: every visible GPU, else the CPU) and warnings; ValueError: a wrong one."""
     visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if requested is None:
         names = [f"cuda:{index}" for index in range(visible)] or ["cpu"]

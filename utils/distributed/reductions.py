@@ -144,10 +144,7 @@ class Mean:
 
 
 class Messages:
-    """One message of a fixed size per worker for other workers, all of them in this process.
-
-    device: where the messages are delivered.
-    """
+    """One message of a fixed size per worker for other workers, all of them in this process; device: of the result."""
 
     def __init__(self, device: torch.device):
         self._device = device

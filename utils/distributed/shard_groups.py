@@ -33,10 +33,7 @@ def _return_freed_memory() -> None:
 
 
 class ShardGroup:
-    """The processes that share every model with this one; by default there is no other.
-
-    mesh: the devices as FSDP2 takes them, in one dimension; only for a size above 1.
-    """
+    """The processes that share every model with this one, by default none; mesh: the devices as FSDP2 takes them."""
 
     def __init__(
         self,
@@ -96,10 +93,7 @@ class ShardGroup:
         return arrived.view(self.size, -1)
 
     def scatter(self, whole: torch.Tensor | None, part: torch.Tensor) -> None:
-        """Fill each device's flat `part`, of one length on all, with its piece of a tensor of the first device.
-
-        whole: the tensor, on the first device. It ends before the last part does; zeros follow.
-        """
+        """Fill each device's flat `part`, of one length on all, from the first device's tensor; zeros follow it."""
         pieces = None
         if self.index == 0:
             padded = torch.zeros(self.size * part.numel(), dtype=part.dtype, device=self._device)

@@ -68,12 +68,7 @@ class StallWatch:
             threading.Thread(target=self._watch_store, name="store", daemon=True).start()
 
     def begin_round(self, number: int, steps: int, progress: Callable[[], int]) -> None:
-        """Watch a round.
-
-        Args:
-            steps: inner steps of this process's workers.
-            progress: a number that changes whenever this process does something.
-        """
+        """Watch a round of these inner steps; progress: a number that changes whenever this process does something."""
         self._round = number
         self._steps = steps
         self._done = 0
