@@ -185,7 +185,7 @@ class Cluster:
         # The work of this process, and the reports of all processes.
         local_steps = self._local_steps(splits, schedule)
         observer.on_round_start(round_number, schedule.progress_before, local_steps)
-        self.processes.watch_round(round_number, local_steps, self._progress)
+        self.processes.stalls.begin_round(round_number, local_steps, self._progress)
         trained = self._train(splits, schedule, partial(self._on_step, observer, checkpoint_policy))
         evaluated = self._evaluate_locally(self.trainers) if evaluates else LocalEvaluation({}, 0.0)
         report = ProcessReport(trained, evaluated, memory_use(self.devices), checkpoint_policy.vote())
@@ -290,7 +290,7 @@ class Cluster:
         return trained
 
     def _on_step(self, observer: Observer, checkpoint_policy: CheckpointPolicy) -> None:
-        self.processes.count_step()
+        self.processes.stalls.step()
         observer.on_step()
         checkpoint_policy.after_step()
 

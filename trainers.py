@@ -20,13 +20,7 @@ from fabrics.training.flat_model import FlatModel
 from fabrics.training.method_config import check_method
 from fabrics.training.optimizers import base_learning_rate, learning_rate_schedule
 from fabrics.training.outer_round import OuterRound
-from fabrics.training.statistics import (
-    Measurement,
-    batch_control,
-    compare_workers,
-    measurement_of,
-    samples_for_test,
-)
+from fabrics.training.statistics import Measurement, batch_control, compare_workers, measurement_of, samples_for_test
 from fabrics.training.work_split import WorkSplit, draw_participants
 from fabrics.training.worker import Assignment, Node, RoundKey, TrainingError, Worker, WorkerRound
 from fabrics.training.worker_group import WorkerGroup

@@ -15,14 +15,8 @@ from fabrics.data.documents import DatasetError
 from fabrics.data.held_out import MOST_BY_DEFAULT
 from fabrics.data.token_store import Recipe, TokenisedSet, tokenised
 from fabrics.data.tokenization import describe, load_tokenizer
+from fabrics.planning.command import parse_count
 from utils.config.schema import ConfigError
-
-
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"must be positive, got {number}")
-    return number
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -32,11 +26,11 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--language", default="en", help="configuration of allenai/c4 (default: %(default)s)")
     parser.add_argument(
-        "--data_sample_size", type=_positive, default=1000, help="documents to train on (default: %(default)s)"
+        "--data_sample_size", type=parse_count, default=1000, help="documents to train on (default: %(default)s)"
     )
     parser.add_argument(
         "--max_length",
-        type=_positive,
+        type=parse_count,
         default=512,
         help="sequence length by which the report counts sequences; documents are kept whole (default: %(default)s)",
     )
@@ -51,7 +45,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--eval_size",
-        type=_positive,
+        type=parse_count,
         help=f"validation documents (default: one in twenty of data_sample_size, at most {MOST_BY_DEFAULT})",
     )
     parser.add_argument("--input", help="local shards (file, folder or glob) instead of the hub")
@@ -59,15 +53,6 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     if options.eval_size is not None and not options.create_eval_split:
         parser.error("argument --eval_size: has no effect without --create_eval_split")
     return options
-
-
-def make_recipe(options: argparse.Namespace) -> Recipe:
-    return Recipe(
-        source=local_source(options.input, options.language) if options.input else hub_source(options.language),
-        train_size=options.data_sample_size,
-        val_size=options.eval_size if options.create_eval_split else 0,
-        tokenizer=load_tokenizer(options.model_name, "--model_name"),
-    )
 
 
 def report(documents: TokenisedSet, max_length: int) -> None:
@@ -94,7 +79,11 @@ def main(arguments: list[str] | None = None) -> int:
     logging.getLogger("httpx2").setLevel(logging.WARNING)
     options = parse_arguments(arguments)
     try:
-        report(tokenised(options.output_dir, make_recipe(options), cache=False), options.max_length)
+        source = local_source(options.input, options.language) if options.input else hub_source(options.language)
+        val_size = options.eval_size if options.create_eval_split else 0
+        tokenizer = load_tokenizer(options.model_name, "--model_name")
+        recipe = Recipe(source, options.data_sample_size, val_size, tokenizer)
+        report(tokenised(options.output_dir, recipe, cache=False), options.max_length)
     except (ConfigError, DatasetError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

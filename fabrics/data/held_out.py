@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
-from tqdm import tqdm
 
 from fabrics.data.documents import Document, Documents, Skipped, Source, document_hash
 from utils.config.schema import ConfigError
@@ -124,7 +123,13 @@ def _smallest_hashes(source: Source, train_size: int | None, val_size: int | Non
     whole = pool is None
     total, unit = (source.size, "B") if whole else (pool, " documents")
     bar = progress_bar(desc="choosing validation documents", total=total, unit=unit, unit_scale=whole, leave=False)
-    numbers = (_hash_and_count(document.text, bar, whole) for document in documents)
+
+    def hashes() -> Iterator[int]:
+        for document in documents:
+            bar.update(len(document.text) if whole else 1)
+            yield document_hash(document.text)
+
+    numbers = hashes()
     total = 0
     smallest = np.empty(0, dtype=np.uint64)
     while len(block := np.fromiter(itertools.islice(numbers, max(_BLOCK, most)), dtype=np.uint64)):
@@ -144,8 +149,3 @@ def _smallest_hashes(source: Source, train_size: int | None, val_size: int | Non
         raise ConfigError(_too_few_for_training(total - val_size, val_size, train_size))
     bar.close()
     return frozenset(smallest[:val_size].tolist()), total - val_size
-
-
-def _hash_and_count(text: str, bar: tqdm, in_bytes: bool) -> int:
-    bar.update(len(text) if in_bytes else 1)
-    return document_hash(text)

@@ -355,29 +355,17 @@ def _write_part(
 def _block(path: Path, documents: list[Document], tokenizer: PreTrainedTokenizerBase) -> dict[str, np.ndarray]:
     """Read a finished block, or tokenise its documents and write it."""
     hashes = np.array([document_hash(document.text) for document in documents], _HASH)
-    found = read_arrays(path)
-    if found is not None and np.array_equal(found["hashes"], hashes):
-        return found
+    if path.exists():
+        try:
+            with np.load(path, allow_pickle=False) as file:  # the format has checksums
+                found = dict(file)
+            if np.array_equal(found["hashes"], hashes):
+                return found
+        except Exception as error:  # zipfile, zlib and numpy raise a dozen classes for damaged files
+            logger.warning("a cached file is damaged and will be made again: %s: %s", path, error)
     tokens = encode(tokenizer, [document.text for document in documents])
     block = {"tokens": np.concatenate(tokens), "lengths": np.array([len(own) for own in tokens]), "hashes": hashes}
-    write_arrays(path, block)
-    return block
-
-
-def read_arrays(path: Path) -> dict[str, np.ndarray] | None:
-    """Return the arrays of a cached .npz file; None if it is missing or damaged. The format has checksums."""
-    try:
-        with np.load(path, allow_pickle=False) as file:
-            return dict(file)
-    except FileNotFoundError:
-        return None
-    except Exception as error:  # zipfile, zlib and numpy raise a dozen classes for damaged files
-        logger.warning("a cached file is damaged and will be made again: %s: %s", path, error)
-        return None
-
-
-def write_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
-    """Write arrays to an .npz file, whole or not at all."""
     content = io.BytesIO()
-    np.savez(content, **arrays)
+    np.savez(content, **block)
     write_atomically(path, lambda temporary: temporary.write_bytes(content.getvalue()))
+    return block

@@ -20,11 +20,6 @@ from utils.distributed.processes import Processes
 from utils.files import write_folder_atomically
 
 
-def round_folder(folder: Path, outer_step: int) -> Path:
-    """Return the folder of the models after a round, in the folder of a run's models."""
-    return folder / f"round_{outer_step:05d}"
-
-
 def save_models(
     folder: Path,
     trainers: Iterable[int],

@@ -3,7 +3,6 @@
 `pretrained: true` loads from a hub name or a local folder: safetensors only, no remote code.
 """
 
-import functools
 import json
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -184,11 +183,6 @@ def save_plain(module: nn.Module, state: Mapping[str, torch.Tensor], folder: Pat
     (folder / _ARCHITECTURE).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
 
 
-@functools.cache
-def _known(config_class: type) -> frozenset[str]:
-    return frozenset(config_class().to_dict()) | {"num_labels"}
-
-
 @dataclass(frozen=True)
 class TransformersFamily:
     """A family of transformers. config_class: None: that of the model that `name` names."""
@@ -201,7 +195,8 @@ class TransformersFamily:
 
     def problems(self, settings: Mapping[str, Any]) -> list[str]:
         if self.config_class is not None:
-            return _problems(settings, self.presets, _known(self.config_class), self.config_class.__name__)
+            known = {*self.config_class().to_dict(), "num_labels"}
+            return _problems(settings, self.presets, known, self.config_class.__name__)
         if not settings.get("name"):
             return ["model_config.name: this model type needs the name of a hub model or a local folder"]
         return _problems(settings, self.presets, (), "this model type, which has those of the named model")

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fabrics.models.export import round_folder
 from utils.checkpoint.checkpoint import Checkpoints
 from utils.config.reading import dump_config
 from utils.distributed.signals import STOPPED_IN_ROUND, StoppedInRoundError, StopRequest
@@ -67,7 +66,7 @@ class CheckpointPolicy:
         due = every is not None and step % every == 0
         # Models come first: a run that is killed in between repeats the round and writes them again.
         if due and self._folder is not None:
-            run.save_models(round_folder(self._folder / MODELS_FOLDER, step), self._observer)
+            run.save_models(self._folder / MODELS_FOLDER / f"round_{step:05d}", self._observer)
         if due or run.finished or self.decision.save or self.decision.stop:
             self.save_checkpoint()
 

@@ -27,7 +27,6 @@ from fabrics.training.worker import TrainingError
 from utils.config.schema import Config, ConfigError
 from utils.distributed.devices import is_out_of_memory
 from utils.distributed.processes import Processes
-from utils.distributed.shard_groups import ShardGroup
 from utils.progress import progress_bar
 
 # From a number of examples to the bytes of a step; None: the device ran out of memory.
@@ -64,51 +63,33 @@ def find_max_batch(
     return candidate
 
 
-def _measure_cuda(step: Callable[[int], None], device: torch.device) -> Measure:
-    def measure(batch: int) -> int | None:
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
-        try:
-            step(batch)
-        except (MemoryError, RuntimeError) as error:
-            if not is_out_of_memory(error):
-                raise
-            return None
-        return torch.cuda.max_memory_allocated(device) - before
-
-    return measure
+def _bytes_on_gpu(step: Callable[[int], None], device: torch.device, batch: int) -> int | None:
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    try:
+        step(batch)
+    except (MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        return None
+    return torch.cuda.max_memory_allocated(device) - before
 
 
-def _measure_cpu(step: Callable[[int], None]) -> Measure:
-    def measure(batch: int) -> int:
-        # By storage and not by address: weights gathered by FSDP2 are freed during the pass, and addresses reused.
-        storages: dict[int, torch.UntypedStorage] = {}
-        sizes: dict[int, int] = {}
+def bytes_on_cpu(step: Callable[[int], None], batch: int) -> int:
+    # By storage and not by address: weights gathered by FSDP2 are freed during the pass, and addresses reused.
+    storages: dict[int, torch.UntypedStorage] = {}
+    sizes: dict[int, int] = {}
 
-        def keep(tensor: torch.Tensor) -> torch.Tensor:
-            storage = tensor.untyped_storage()
-            storages[storage._cdata] = storage
-            sizes[storage._cdata] = storage.nbytes()
-            return tensor
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        storages[storage._cdata] = storage
+        sizes[storage._cdata] = storage.nbytes()
+        return tensor
 
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            step(batch)
-        return 2 * sum(sizes.values())
-
-    return measure
-
-
-def _measure_together(measure: Measure, shard_group: ShardGroup) -> Measure:
-    """The most bytes that a device of the shard group needs; None if one of them runs out of memory."""
-
-    def most(batch: int) -> int | None:
-        size = measure(batch)
-        if shard_group.least(int(size is not None)) == 0:
-            return None
-        return -shard_group.least(-size)
-
-    return most
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        step(batch)
+    return 2 * sum(sizes.values())
 
 
 def device_memory(device: torch.device) -> tuple[int, int]:
@@ -127,15 +108,17 @@ def calculate_max_batch(
     """Return the largest micro-batch of each device of a model; reserved_bytes: that all will allocate besides."""
     device = model.device
     on_gpu = device.type == "cuda"
-    alone = _measure_cuda(step, device) if on_gpu else _measure_cpu(step)
-    together = _measure_together(alone, model.shard_group)
+    shard_group = model.shard_group
     steps = 5 if on_gpu else 3
     bar = progress_bar(total=steps, desc="measuring the max batch", unit=" steps", leave=False, delay=1)
 
     def measure(batch: int) -> int | None:
-        size = together(batch)
+        """The most bytes that a device of the shard group needs; None if one of them runs out of memory."""
+        size = _bytes_on_gpu(step, device, batch) if on_gpu else bytes_on_cpu(step, batch)
         bar.update()
-        return size
+        if shard_group.least(int(size is not None)) == 0:
+            return None
+        return -shard_group.least(-size)
 
     with bar, torch.random.fork_rng(devices=[device] if on_gpu else []):
         try:
@@ -143,9 +126,9 @@ def calculate_max_batch(
             for count in (1, 2) if on_gpu else (2,):
                 measure(count)
             memory, taken = device_memory(device)
-            budget = model.shard_group.least(int((padding_percentage * memory - taken - reserved_bytes) / sharing))
+            budget = shard_group.least(int((padding_percentage * memory - taken - reserved_bytes) / sharing))
             # A shard group cannot try a batch that may not fit: running out of memory within a pass ends its run.
-            confirm = on_gpu and model.shard_group.size == 1
+            confirm = on_gpu and shard_group.size == 1
             found = find_max_batch(measure, budget, _CUDA_PROBES if on_gpu else _CPU_PROBES, confirm)
         finally:
             model.gradient.zero_()

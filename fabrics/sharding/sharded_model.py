@@ -132,12 +132,6 @@ class DeviceProbe:
         return moments, batches
 
 
-def devices_estimate(model: "ShardedModel", probes: Sequence[DeviceProbe], examples: int) -> SampleEstimate:
-    """Estimate the statistics of a step of n examples, whose gradient the model has; probes: of each micro-batch."""
-    squared_norm = model.shard_group.sum(inner_product(model.gradient, model.gradient)).item() * examples**2
-    return across_devices_estimate([probe.moments(examples) for probe in probes], squared_norm)
-
-
 class ShardedModel(FlatModel):
     """The flat model of one device of a node; all devices of the node build it and run its passes together.
 
@@ -289,7 +283,10 @@ class ShardedModel(FlatModel):
         return DeviceProbe(self, examples) if self.compares_devices else ShardedProbe(self, examples, products)
 
     def estimate(self, probes: Sequence, examples: int) -> SampleEstimate:
-        return devices_estimate(self, probes, examples) if self.compares_devices else super().estimate(probes, examples)
+        if not self.compares_devices:
+            return super().estimate(probes, examples)
+        squared_norm = self.shard_group.sum(inner_product(self.gradient, self.gradient)).item() * examples**2
+        return across_devices_estimate([probe.moments(examples) for probe in probes], squared_norm)
 
     def unshard(self, module: nn.Module) -> None:
         """Gather the parameters of the group that a module is in, unless they are gathered."""

@@ -4,6 +4,7 @@ import argparse
 import copy
 import json
 import math
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,7 @@ from fabrics.data.examples import PackedSequences
 from fabrics.models.initialisation import flops_per_token, meta_model
 from fabrics.planning.command import parse_count, parse_link, parse_memory, parse_positive
 from fabrics.planning.estimate import Resources, activation_bytes, cast_bytes, estimate
-from fabrics.pool.max_batch import _measure_cpu
+from fabrics.pool.max_batch import bytes_on_cpu
 from fabrics.sharding.layout import gathered_elements
 from fabrics.training.flat_model import FlatModel
 from fabrics.training.inner_loop import backward
@@ -150,12 +151,12 @@ def test_memory_by_hand():
 
 
 def test_autocast_keeps_copies_of_linear_layers_for_the_backward_pass():
-    """Bytes that do not grow with the examples, beyond those without autocast; `_measure_cpu` doubles bytes."""
+    """Bytes that do not grow with the examples, beyond those without autocast; `bytes_on_cpu` doubles bytes."""
     module, examples = tiny_llama(dtype=torch.float32, hidden_size=64), PackedSequences(random_sequences(2))
 
     def constant(autocast: torch.dtype | None) -> int:
         model = FlatModel(copy.deepcopy(module), CPU, autocast)
-        measure = _measure_cpu(lambda count: backward(model, examples, np.arange(count)))
+        measure = partial(bytes_on_cpu, lambda count: backward(model, examples, np.arange(count)))
         return (2 * measure(1) - measure(2)) // 2
 
     config = make_config(autocast="bfloat16")

@@ -92,6 +92,11 @@ def key(default, meaning: str, *, changes_training: bool = True):
     return field(default=default, metadata=metadata)
 
 
+def free_key(default, meaning: str):
+    """Declare a key that may have another value in a resumed run, which trains alike."""
+    return key(default, meaning, changes_training=False)
+
+
 def _is_schedule(pairs: Sequence[Sequence[float]]) -> bool:
     """Return whether these are pairs of a growing share of the run, 0 to below 1, and a positive integer."""
     shares = [share for share, _ in pairs]
@@ -117,15 +122,13 @@ class Length(Section):
     """Seed and length of the run"""
 
     training_seed: Seed = key(42, "Seed of the initialisation, the data order and dropout.")
-    number_of_outer_steps: PositiveInt | None = key(
-        None, "Rounds to train; null: no limit. The first limit that is reached ends the run.", changes_training=False
+    number_of_outer_steps: PositiveInt | None = free_key(
+        None, "Rounds to train; null: no limit. The first limit that is reached ends the run."
     )
-    number_of_training_epochs: PositiveFloat | None = key(
-        None, "Passes over the training sample, all trainers together; null: no limit.", changes_training=False
+    number_of_training_epochs: PositiveFloat | None = free_key(
+        None, "Passes over the training sample, all trainers together; null: no limit."
     )
-    max_tokens: PositiveInt | None = key(
-        None, "Training tokens, all trainers together; null: no limit.", changes_training=False
-    )
+    max_tokens: PositiveInt | None = free_key(None, "Training tokens, all trainers together; null: no limit.")
 
     def check(self) -> list[str]:
         if self.number_of_outer_steps or self.number_of_training_epochs or self.max_tokens:
@@ -139,25 +142,23 @@ class Length(Section):
 class Devices(Section):
     """Devices and processes"""
 
-    CUDA_VISIBLE_DEVICES: str | None = key(
-        None, "GPUs this run may use, like the environment variable; null: all.", changes_training=False
+    CUDA_VISIBLE_DEVICES: str | None = free_key(
+        None, "GPUs this run may use, like the environment variable; null: all."
     )
     devices: Annotated[list[Device], Field(min_length=1)] | None = key(
         None, "Devices to train on, numbered among the visible ones; null: every visible GPU, else the CPU."
     )
-    processes: Annotated[Literal["auto"] | PositiveInt, BeforeValidator(_auto_or_a_count)] = key(
+    processes: Annotated[Literal["auto"] | PositiveInt, BeforeValidator(_auto_or_a_count)] = free_key(
         "auto",
         "Processes that `python run.py` starts; auto: one for each GPU, or one per CPU core, at most one per node.",
-        changes_training=False,
     )
     cpu_threads: PositiveInt | None = key(
         None, "PyTorch CPU threads in each process; null: the cores divided among the processes."
     )
-    collective_timeout_minutes: PositiveFloat = key(
+    collective_timeout_minutes: PositiveFloat = free_key(
         30.0,
         "Longest wait for another process within a round, which then ends the run; evaluation and checkpoints may take "
         "longer.",
-        changes_training=False,
     )
     deterministic: bool | None = key(
         None, "Sum in worker order, so that bits do not depend on the number of processes; null: true on CPUs only."
@@ -177,38 +178,33 @@ class Computation(Section):
         "highest on CPUs.",
     )
     compile_model: bool | Literal["reduce-overhead"] = key(
-        False,
-        "Compile the model (torch.compile); reduce-overhead: also replay CUDA graphs, for small models on GPUs.",
+        False, "Compile the model (torch.compile); reduce-overhead: also replay CUDA graphs, for small models on GPUs."
     )
-    memory: Literal["auto"] | None = key(
+    memory: Literal["auto"] | None = free_key(
         None,
         "auto: turn on the fastest of activation_checkpointing, loss_chunk_tokens, offload_outer_state, "
         "offload_moments and their combinations that fits, as --plan estimates; it leaves those that are not null; "
         "null: as set.",
-        changes_training=False,
     )
-    activation_checkpointing: bool | None = key(
+    activation_checkpointing: bool | None = free_key(
         None,
         "Recompute layers in the backward pass: less memory, a third more time; only for models of transformers; null: "
         "false, or as memory: auto chooses.",
-        changes_training=False,
     )
     loss_chunk_tokens: PositiveInt | Literal[False] | None = key(
         None,
         "Tokens of each sequence whose logits exist at a time: less memory, one more pass through the output layer; "
         "false: all; null: all, or as memory: auto chooses.",
     )
-    offload_outer_state: bool | None = key(
+    offload_outer_state: bool | None = free_key(
         None,
         "Keep trainers' parameters and outer momentum in host memory, where the outer step then runs; null: false, or "
         "as memory: auto chooses.",
-        changes_training=False,
     )
-    offload_moments: bool | None = key(
+    offload_moments: bool | None = free_key(
         None,
         "Keep the inner optimizers' state in host memory, except that of the worker that trains; null: false, or as "
         "memory: auto chooses.",
-        changes_training=False,
     )
     switch_mode: str = key("threshold_switch_mode", "Rule by which a step accumulates gradients over micro-batches.")
     switch_multiplier: PositiveInt = key(
@@ -248,7 +244,7 @@ class Data(Section):
     vocab_size: Annotated[int, Field(ge=258), Number] = key(
         2048, "Vocabulary of a tokenizer trained here: byte-level BPE, or WordPiece for bert."
     )
-    cache_dir: Name = key(".cache", "Folder for tokenised documents, shared by runs.", changes_training=False)
+    cache_dir: Name = free_key(".cache", "Folder for tokenised documents, shared by runs.")
     text_files: Annotated[list[Name], Field(min_length=1)] | None = key(
         None, "Files, folders or globs, plain or gzip, with UTF-8 text or JSON lines of messages."
     )
@@ -319,10 +315,9 @@ class Nodes(Section):
     """Nodes"""
 
     nodes_per_gpu: PositiveInt = key(4, "Nodes (worker slots) per device, also on the CPU.")
-    devices_per_node: PositiveInt = key(
+    devices_per_node: PositiveInt = free_key(
         1,
         "Devices of a node; with several, they share one model (FSDP2), and nodes_per_gpu counts nodes per such group.",
-        changes_training=False,
     )
     node_schedule: Annotated[list[Pair], Field(min_length=1)] | None = key(
         None, "Pairs of a share of the run (first 0) and the number of nodes working from there on; null: always all."
@@ -334,8 +329,7 @@ class Nodes(Section):
         0.0, "Probability that a worker's message is lost; the worker then continues from its own parameters."
     )
     node_speeds: Annotated[list[PositiveFloat], Field(min_length=1)] | None = key(
-        None,
-        "Examples per second of every node, to simulate unequal nodes on a virtual clock; null: measured speeds.",
+        None, "Examples per second of every node, to simulate unequal nodes on a virtual clock; null: measured speeds."
     )
     balance: Literal["equal", "batch", "steps"] = key(
         "equal",
@@ -573,13 +567,11 @@ class Budget(Section):
 class Checkpoint(Section):
     """Checkpoints"""
 
-    save_weights_every: PositiveInt | None = key(
-        None,
-        "Write a checkpoint and the models every n rounds; null: models only at the end.",
-        changes_training=False,
+    save_weights_every: PositiveInt | None = free_key(
+        None, "Write a checkpoint and the models every n rounds; null: models only at the end."
     )
-    checkpoint_every_minutes: PositiveFloat | None = key(
-        10.0, "Write a checkpoint when the last one is older than this; null: off.", changes_training=False
+    checkpoint_every_minutes: PositiveFloat | None = free_key(
+        10.0, "Write a checkpoint when the last one is older than this; null: off."
     )
 
 
@@ -587,38 +579,32 @@ class Checkpoint(Section):
 class Log(Section):
     """Logs and evaluation"""
 
-    log_dir: Name = key("logs", "Folder in which the run folder is created.", changes_training=False)
-    run_name: Name | None = key(
-        None, "Name of the run folder, for `--resume auto`; null: model, dataset and date.", changes_training=False
+    log_dir: Name = free_key("logs", "Folder in which the run folder is created.")
+    run_name: Name | None = free_key(
+        None, "Name of the run folder, for `--resume auto`; null: model, dataset and date."
     )
-    plot_at_end: bool = key(
+    plot_at_end: bool = free_key(
         True,
         "Draw plots and report at the end; `python -m training_logs.training_monitoring RUN_DIR` draws them later.",
-        changes_training=False,
     )
-    trackers: list[Literal["clearml", "tensorboard", "wandb", "trackio", "mlflow"]] = key(
-        ["clearml"],
-        "Experiment trackers that receive the run; all but clearml need their packages.",
-        changes_training=False,
+    trackers: list[Literal["clearml", "tensorboard", "wandb", "trackio", "mlflow"]] = free_key(
+        ["clearml"], "Experiment trackers that receive the run; all but clearml need their packages."
     )
-    clearml: Annotated[str, BeforeValidator(_on_and_off_are_words)] = key(
-        "auto",
-        "Mode of the tracker clearml; auto: online with credentials, else an offline session in the run folder.",
-        changes_training=False,
+    clearml: Annotated[str, BeforeValidator(_on_and_off_are_words)] = free_key(
+        "auto", "Mode of the tracker clearml; auto: online with credentials, else an offline session in the run folder."
     )
-    project_name: str | None = key(None, "Project of the trackers; null: AdLoCo.", changes_training=False)
-    eval_every: PositiveInt = key(1, "Evaluate the trainers every n rounds, and at the end.", changes_training=False)
-    eval_batch_size: PositiveInt = key(16, "Examples per batch in evaluation.", changes_training=False)
+    project_name: str | None = free_key(None, "Project of the trackers; null: AdLoCo.")
+    eval_every: PositiveInt = free_key(1, "Evaluate the trainers every n rounds, and at the end.")
+    eval_batch_size: PositiveInt = free_key(16, "Examples per batch in evaluation.")
 
 
 @dataclass(frozen=True)
 class Plugins(Section):
     """Plugins"""
 
-    plugins: list[File] = key(
+    plugins: list[File] = free_key(
         [],
         "Python files that extend the registries, imported before any other check; relative to the working directory.",
-        changes_training=False,
     )
 
 

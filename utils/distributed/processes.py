@@ -58,12 +58,13 @@ class Processes:
         devices: the device of each node of the run, as its owner calls it.
         groups: the number of each node's device in the run; nodes of one device communicate at no cost.
         shard_group: the processes that share every model with this one.
+        stalls: watches, without waiting, that the processes make progress in a round.
     """
 
     def __init__(self, rank: Rank | None = None, store: dist.Store | None = None, peers: PeerWatch | None = None):
         self._rank = rank or Rank(0, 1, 0, 1, 0)
         self._peers = peers or PeerWatch()
-        self._stalls = StallWatch(self._rank.number, self._rank.count, store, self._peers.left_reason, self._stalled)
+        self.stalls = StallWatch(self._rank.number, self._rank.count, store, self._peers.left_reason, self._stalled)
         self._transport: Transport | None = None
         self._owners: tuple[int, ...] = ()
         self.count = self._rank.count
@@ -150,14 +151,6 @@ class Processes:
             dist.all_gather_object(values, value)
         return values
 
-    def watch_round(self, number: int, steps: int, progress: Callable[[], int]) -> None:
-        """Watch, without waiting, that the processes make progress in the round; see StallWatch.begin_round."""
-        self._stalls.begin_round(number, steps, progress)
-
-    def count_step(self) -> None:
-        """Count an inner step of a worker of this process, as progress."""
-        self._stalls.step()
-
     def gather_in_round(self, value: T) -> list[T]:
         """Return the values of all processes, by rank; PeerLostError: one is late (`collective_timeout_minutes`)."""
         if self.count == 1:
@@ -166,7 +159,7 @@ class Processes:
         self._peers.round_ended(self._rank.number)
         with self._peers.explaining(lambda: self._peers.late(self.count)):
             dist.all_gather_object(values, value, group=self._round_group)
-        self._stalls.end_round()
+        self.stalls.end_round()
         return values
 
     def owns(self, node: int) -> bool:
@@ -215,7 +208,7 @@ class Processes:
 
     def failed(self, reason: str) -> None:
         """Leave the other processes without waiting for them, and tell them why."""
-        self._stalls.close()
+        self.stalls.close()
         self._peers.failed(self._rank.number, reason)
         # nccl would wait for them.
         on_gpus = self._transport is not None and self._transport.device.type == "cuda"
@@ -224,7 +217,7 @@ class Processes:
 
     def close(self) -> None:
         """Leave the other processes in order."""
-        self._stalls.close()
+        self.stalls.close()
         self._peers.close()
         if self.count > 1:
             dist.destroy_process_group()
