@@ -165,9 +165,12 @@ class Worker:
         scaler: torch.amp.GradScaler | None = None,
         seed: int = 0,
     ):
-        adaptive = batch if isinstance(batch, AdaptiveBatch) else _fixed(batch)
+        if type(batch) is int and batch > 0:
+            batch = AdaptiveBatch("none", batch, batch)
+        if not isinstance(batch, AdaptiveBatch):
+            raise ValueError(f"batch: must be an AdaptiveBatch or a positive integer, got {batch!r}")
         self._config = _config(
-            adaptive,
+            batch,
             method=method,
             parameters={} if parameters is None else parameters,
             inner_steps=inner_steps,
@@ -709,8 +712,6 @@ _CHECKS = Checks(
         "switch_mode": SWITCH_MODES,
     },
     problems=(_method_problems,),
-    warnings=lambda config: [],
-    left_open=lambda given, config: [],
 )
 
 
@@ -731,12 +732,6 @@ def _naming_arguments() -> Iterator[None]:
         names = {key: name for name, key in _KEYS.items()}
         problems = [re.sub(r"\w+", lambda word: names.get(word[0], word[0]), problem) for problem in error.problems]
         raise ConfigError(problems) from None
-
-
-def _fixed(batch: Any) -> AdaptiveBatch:
-    if type(batch) is not int or batch < 1:
-        raise ValueError(f"batch: must be an AdaptiveBatch or a positive integer, got {batch!r}")
-    return AdaptiveBatch("none", batch, batch)
 
 
 def _check_model(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

@@ -22,13 +22,6 @@ _BLOCK_DOCUMENTS = 5_000
 _RESTARTS = 4
 
 
-def missing_scikit_learn() -> list[str]:
-    """Return an error line if scikit-learn is not installed."""
-    if importlib.util.find_spec("sklearn") is not None:
-        return []
-    return ["data_split: clusters needs scikit-learn: pip install -r requirements-optional.txt"]
-
-
 def _token_counts(documents: TokenisedPart, chosen: np.ndarray, vocabulary: int):
     """Return the counts of tokens in the chosen documents: sparse [documents, vocabulary]."""
     from scipy import sparse
@@ -138,8 +131,8 @@ def split_problems(config: Config) -> list[str]:
     found = []
     if config.splits_data and shares is not None and shares < trainers:
         found.append(f"data_shares: must be at least the {trainers} trainers, got {shares}")
-    if config.data_split == "clusters":
-        found += missing_scikit_learn()
+    if config.data_split == "clusters" and importlib.util.find_spec("sklearn") is None:
+        found.append("data_split: clusters needs scikit-learn: pip install -r requirements-optional.txt")
     return found
 
 

@@ -1,11 +1,10 @@
 """Causal attention without a mask: every token sees itself and all tokens before it.
 
-A model of transformers that gets token ids alone checks in every forward pass whether several texts share a sequence,
-each with positions from 0. On a GPU the host waits for that check. While a model is compiled it cannot be made. So a
-mask over all pairs of tokens is built, and PyTorch's attention loses its fastest kernel. Here positions never restart
-within a sequence, and padding is on the right, where no token before it sees it. For an attention name without a mask
-function transformers neither checks nor builds a mask. So causal attention is registered under a name of its own, which
-is used during a pass.
+A model of transformers that gets token ids alone checks in every forward pass whether several texts share a sequence.
+On a GPU the host waits for that check. A compiled model cannot make it, builds a mask over all pairs of tokens, and
+loses PyTorch's fastest attention kernel. Here texts never share a sequence, and padding is on the right, where no token
+before it sees it. For an attention name without a mask function transformers neither checks nor builds a mask. So
+causal attention is registered under a name of its own, which is used during a pass.
 """
 
 import functools

@@ -38,14 +38,10 @@ class Metric:
     value: Callable[[float, float], float]
 
 
-def _perplexity(loss: float, correct: float) -> float:
-    return math.exp(loss) if loss < 700.0 else math.inf
-
-
 METRICS = Registry(
     {
-        "causal_lm": Metric("perplexity", False, 2, _perplexity),
-        "classification": Metric("accuracy", True, 4, lambda loss, correct: correct),
+        "causal_lm": Metric("perplexity", False, 2, lambda loss, _: math.exp(loss) if loss < 700.0 else math.inf),
+        "classification": Metric("accuracy", True, 4, lambda _, correct: correct),
     }
 )
 

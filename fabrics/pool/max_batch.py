@@ -1,11 +1,9 @@
 """The largest micro-batch of every node, measured in the memory that its device has left.
 
-The memory of a training step grows linearly with its examples. Probes of 1, 2 and 4 examples give the line, and one
-more run at the predicted size confirms it.
-
-On CUDA a probe measures the allocator's peak. On a CPU the peak of a process cannot be reset. There it counts the bytes
-that autograd keeps for the backward pass, doubled for the temporaries of that pass. These bytes are exactly linear, so
-two probes suffice and no prediction is confirmed.
+The memory of a training step grows linearly with its examples. On CUDA a probe measures the allocator's peak: probes of
+1, 2 and 4 examples give the line, and one more run at the predicted size confirms it. On a CPU the peak of a process
+cannot be reset. There a probe counts the bytes that autograd keeps for the backward pass, doubled for the temporaries
+of that pass. These are exactly linear, so two probes suffice and no prediction is confirmed.
 """
 
 import statistics

@@ -1,9 +1,8 @@
 """The virtual clock of a run: its rounds, merges and moving nodes on the clocks of all nodes.
 
-Each node has its own clock, as if it were a machine of its own. Nodes compute side by side and wait for the messages of
-their trainers' workers (`algorithms.nodes.virtual_clock`). With `node_speeds` an example takes 1 / speed seconds, and
-an exchange the time of the configured link. So times are the same in every run. Without `node_speeds` inner steps take
-their measured time, and exchanges no time.
+Nodes compute side by side and wait for the messages of their trainers' workers (`algorithms.nodes.virtual_clock`). With
+`node_speeds` an example takes 1 / speed seconds, and an exchange the time of the configured link, so that times are the
+same in every run. Without `node_speeds` inner steps take their measured time, and exchanges no time.
 """
 
 from collections.abc import Iterable, Mapping

@@ -170,9 +170,13 @@ class SGD(InnerOptimizer):
 def matrices_and_rest(module: nn.Module) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
     """Return the trainable matrices inside a model, and its other trainable parameters.
 
-    Embeddings and the output layer are among the others: Muon's updates do not suit tables of tokens or classes.
+    Embeddings and the output layer, by its name or the last linear layer, are among the others: Muon's updates do not
+    suit tables of tokens or classes.
     """
-    outside = set(_output_layer_parameters(module))
+    output = module.get_output_embeddings() if hasattr(module, "get_output_embeddings") else None
+    if output is None:
+        output = next((child for child in reversed(list(module.modules())) if isinstance(child, nn.Linear)), None)
+    outside = set() if output is None else set(output.parameters())
     for child in module.modules():
         if isinstance(child, nn.Embedding):
             outside |= set(child.parameters())
@@ -180,15 +184,6 @@ def matrices_and_rest(module: nn.Module) -> tuple[list[nn.Parameter], list[nn.Pa
     matrices = [parameter for parameter in trainable if parameter.ndim == 2 and parameter not in outside]
     inside = set(matrices)
     return matrices, [parameter for parameter in trainable if parameter not in inside]
-
-
-def _output_layer_parameters(module: nn.Module) -> list[nn.Parameter]:
-    """Parameters of the layer that the module names as its output layer, or of its last linear layer."""
-    layer = module.get_output_embeddings() if hasattr(module, "get_output_embeddings") else None
-    if layer is None:
-        linear = [child for child in module.modules() if isinstance(child, nn.Linear)]
-        layer = linear[-1] if linear else None
-    return [] if layer is None else list(layer.parameters())
 
 
 def _flat_like(parameters: Sequence[nn.Parameter], model: FlatModel) -> torch.Tensor:

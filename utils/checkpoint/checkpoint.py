@@ -1,14 +1,10 @@
 """Checkpoints of a run: `checkpoints/round_NNNNN/`, complete or not there.
 
 A checkpoint holds safetensors files named by trainer and worker, never by process; `config.yaml`; and `state.json` with
-all plain values and the checksum of every file. Reading one executes no code.
-
-Training waits while all processes save together. Each writes its own tensors into a hidden folder. When all have
-succeeded, the main process writes `state.json` and renames the folder, so that a process may die at any time. With
-several machines the run folder must be on a file system that they share.
-
-On resume every process opens the files that it needs. They are memory-mapped, so that a device that needs a part of a
-tensor reads that part alone.
+all plain values and the checksum of every file. All processes save together, each its own tensors, into a hidden
+folder. When all have succeeded, the main process writes `state.json` and renames the folder, so that a process may die
+at any time. Reading executes no code, and maps files into memory: a device that needs a part of a tensor reads that
+part alone. With several machines the run folder must be on a file system that they share.
 """
 
 from __future__ import annotations

@@ -60,8 +60,8 @@ class Checks:
 
     choices: Mapping[str, Collection[str]]
     problems: Sequence[Callable[[Config], list[str]]]
-    warnings: Callable[[Config], list[str]]
-    left_open: Callable[[Collection[str], Config], list[str]]
+    warnings: Callable[[Config], list[str]] = lambda config: []
+    left_open: Callable[[Collection[str], Config], list[str]] = lambda given, config: []
 
 
 def load_config(

@@ -65,7 +65,9 @@ def resumed_config(
 ) -> tuple[Config, list[str]]:
     """Return the configuration of the run in a folder with overrides, and warnings; force: it may train differently."""
     path = folder / "config.yaml"
-    _refuse_links(folder)
+    for file in folder.rglob("*"):
+        if file.is_symlink():  # in a folder of somebody else's it could let the run write to any file of the user
+            raise ConfigError(f"{file}: is a link to {file.readlink()}; a run continues files of its own only")
     if not path.exists():
         raise ConfigError(f"--resume: {folder} is not a run folder: it has no config.yaml")
     # Plugins that have moved are not where the run had them.
@@ -100,10 +102,3 @@ def changes_since(checkpoint: Path, config: Config) -> list[str]:
     if problems := _changes_of_the_start(before, config):
         raise ConfigError(problems)
     return [f"resumed with another {change}" for change in training_changes(before, config)]
-
-
-def _refuse_links(folder: Path) -> None:
-    """Refuse links: in a folder of somebody else's they could let the run write to any file of the user."""
-    for path in folder.rglob("*"):
-        if path.is_symlink():
-            raise ConfigError(f"{path}: is a link to {path.readlink()}; a run continues files of its own only")

@@ -1,14 +1,12 @@
 """The processes of a run: trainers and the cluster reach all nodes through them.
 
 Every process (rank) runs the same program and takes the same decisions from the same gathered values; it owns some of
-the nodes. Algorithms, trainers and the cluster speak of nodes and workers; only `utils` knows ranks. Values travel over
-gloo. Means and the state that moves with nodes travel over nccl where every process has GPUs of its own, otherwise over
-gloo too. All communicators are made once, when the nodes are placed.
+the nodes. Only `utils` knows ranks. Values travel over gloo. Means and the state that moves with nodes travel over nccl
+where every process has GPUs of its own, otherwise over gloo too. All communicators are made when the nodes are placed.
 
-Every collective has a finite timeout. Within a round it is `collective_timeout_minutes`. All processes train and
-evaluate their shares of the same work, so one that is much later than the others has a problem. Between rounds one
-process may rightly work for long while the others wait: it tokenises a corpus, or writes models to a slow disk. The
-collectives that follow such work have a timeout of twelve hours.
+Every collective has a finite timeout, `collective_timeout_minutes` within a round: all processes do their shares of the
+same work, so one that is much later than the others has a problem. Between rounds one process may rightly work for long
+while the others wait: it tokenises a corpus, or writes models to a slow disk. Then the timeout is twelve hours.
 """
 
 import ctypes

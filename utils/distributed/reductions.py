@@ -3,13 +3,12 @@
 A reduction is an accumulator: `add` each local worker's tensor when it is ready, then ask for the `result`. Its
 model-sized memory is allocated when it is made, and only one worker's tensor needs to be alive at a time.
 
-`torch.distributed` sums in an order that depends on the number of processes. Two cases need a sum in worker order: runs
-whose bits must not depend on the number of processes (`deterministic`), and tensors that travel encoded. Each process
-then receives one part of every worker's tensor, sums it, and sends its part of the mean to the others. With one worker
-per process this costs the bytes of an all-reduce. Every other mean is one all-reduce.
+`torch.distributed` sums in an order that depends on the number of processes. A sum in worker order is needed by runs
+whose bits must not depend on it (`deterministic`), and for tensors that travel encoded. Each process then receives one
+part of every worker's tensor, sums it, and sends its part of the mean to the others. With one worker per process this
+costs the bytes of an all-reduce, which is what every other mean is.
 
-Workers have weights: in a step of data-parallel training every example counts the same, so a worker with twice the
-batch has twice the weight. Equal weights of any size give the bits of a plain mean.
+Workers have weights, such as their batches. Equal weights of any size give the bits of a plain mean.
 """
 
 import math
