@@ -106,12 +106,10 @@ class Cluster:
 
     @property
     def nodes(self) -> tuple[Node, ...]:
-        """All nodes of the run."""
         return self.pool.nodes
 
     @property
     def parameter_count(self) -> int:
-        """Trainable parameters of one model."""
         return self.models.first.parameter_count
 
     @property

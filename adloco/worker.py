@@ -228,7 +228,6 @@ class Worker:
         self._peers = PeerWatch()
 
     def _gather(self, value: Any) -> list[Any]:
-        """Return the value of every process, by rank."""
         values = [value] * self.workers
         if self.workers > 1:
             with self._peers.explaining():
@@ -236,7 +235,6 @@ class Worker:
         return values
 
     def _agree(self, name: str, value: Any) -> None:
-        """Check in all processes that they have the same value."""
         for rank, other in enumerate(values := self._gather(repr(value))):
             if other != values[0]:
                 raise ValueError(f"{name}: must be the same in all processes, but those of ranks 0 and {rank} differ")

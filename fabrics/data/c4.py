@@ -29,7 +29,6 @@ _SUFFIXES = (".json.gz", ".json", ".jsonl.gz", ".jsonl")
 
 
 def host(record: Mapping[str, Any]) -> str:
-    """Return the host of a record's URL."""
     try:
         return urlsplit(str(record.get("url"))).hostname or "no host"
     except ValueError:  # brackets that enclose no address
@@ -62,16 +61,19 @@ def _read_shards(paths: list[Path], skipped: Skipped) -> Iterator[Document]:
             yield Document(record["text"], host(record))
 
 
-def hub_source(language: str, repository: str = REPOSITORY) -> Source:
+def hub_source(language: str, repository: str | None = None) -> Source:
     """C4 on the hub, with its own validation split; only as much is read as is needed.
 
     `datasets` retries broken connections. HF_HUB_OFFLINE=1 skips the retries on a machine without a network.
+
+    repository: None: allenai/c4; a folder with the same layout works as well.
     """
+    name = repository or REPOSITORY
     return Source(
-        name=f"{repository} ({language}) on the hub",
-        identity={"repository": repository, "language": language},
-        train=partial(_read_hub, repository, language, "train"),
-        validation=partial(_read_hub, repository, language, "validation"),
+        name=f"{name} ({language}) on the hub",
+        identity={"repository": name, "language": language},
+        train=partial(_read_hub, name, language, "train"),
+        validation=partial(_read_hub, name, language, "validation"),
     )
 
 

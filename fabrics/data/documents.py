@@ -77,7 +77,6 @@ def document_hash(text: str) -> int:
 
 
 def _open(path: Path) -> IO[bytes]:
-    """Open a plain or gzip file, recognised by its first bytes."""
     file = path.open("rb")
     if file.peek(2)[:2] == b"\x1f\x8b":
         file.close()

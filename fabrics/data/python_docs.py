@@ -75,7 +75,6 @@ def python_documents() -> tuple[str, ...]:
 
 
 def python_docs_source() -> Source:
-    """Return the source of `dataset: python_docs`."""
     return Source(
         name=f"the documentation of Python {sys.version.split()[0]}",
         identity={"python": sys.version, "stdlib": sysconfig.get_path("stdlib")},

@@ -254,7 +254,6 @@ class DataCursor:
         self._order = functools.lru_cache(2 * len(self._walks))(lambda number, epoch: self._walks[number].order(epoch))
 
     def __len__(self) -> int:
-        """Number of examples of the trainer."""
         return sum(walk.size for walk in self._walks.values())
 
     @property

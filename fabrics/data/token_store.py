@@ -82,7 +82,6 @@ class TokenisedPart:
         return TokenisedPart(self.tokens[:end], self.offsets[: documents + 1], self.hashes[:documents], self.origins)
 
     def read_origins(self) -> list[str]:
-        """Return the origin of each document."""
         with self.origins.open("rb") as file:
             return [json.loads(line) for line in itertools.islice(file, len(self))]
 
@@ -327,7 +326,6 @@ def _write_part(
     metadata: dict,
     progress: tqdm,
 ) -> dict[str, int]:
-    """Join finished and missing blocks to the files of one part, and return its sizes."""
     folder.mkdir()
     sizes = {"documents": 0, "tokens": 0}
     with (
@@ -353,7 +351,6 @@ def _write_part(
 
 
 def _block(path: Path, documents: list[Document], tokenizer: PreTrainedTokenizerBase) -> dict[str, np.ndarray]:
-    """Read a finished block, or tokenise its documents and write it."""
     hashes = np.array([document_hash(document.text) for document in documents], _HASH)
     if path.exists():
         try:

@@ -83,7 +83,6 @@ def _is_known(module: nn.Module, architecture: str | None) -> bool:
 
 
 def _is_unpatched() -> bool:
-    """True if transformers' entries for PyTorch's attention and its masks are its own."""
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS

@@ -61,7 +61,6 @@ def architecture_settings(config: Config) -> dict:
 def _architecture(
     config: Config, settings: dict, tokenizer: PreTrainedTokenizerBase | None, class_names: Sequence[str]
 ) -> nn.Module:
-    """Build the model of every trainer on the meta device, without weights."""
     with META:
         seed = config.training_seed
         model = build_model(config.model_type, settings, tokenizer, config.sequence_length, seed, class_names)
@@ -151,7 +150,6 @@ class DeviceModels(dict[torch.device, FlatModel]):
 
     @property
     def first(self) -> FlatModel:
-        """The model of the first device."""
         return next(iter(self.values()))
 
 

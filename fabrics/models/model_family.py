@@ -258,7 +258,6 @@ class TransformersFamily:
         return model
 
     def _named_architecture(self, name: str) -> dict[str, Any]:
-        """Return the architecture values of a hub model or a local folder."""
         try:
             values = AutoConfig.from_pretrained(name, trust_remote_code=False).to_dict()
         except (OSError, ValueError) as error:

@@ -22,7 +22,6 @@ def parse_link(text: str) -> tuple[str, Link]:
 
 
 def parse_memory(text: str) -> int:
-    """A size in bytes."""
     from pydantic import ByteSize, TypeAdapter
 
     try:
@@ -34,7 +33,6 @@ def parse_memory(text: str) -> int:
 
 
 def parse_positive(text: str) -> float:
-    """A positive number."""
     try:
         value = float(text)
     except ValueError:
@@ -45,7 +43,6 @@ def parse_positive(text: str) -> float:
 
 
 def parse_count(text: str) -> int:
-    """A positive integer."""
     if not text.isdecimal() or not int(text):
         raise argparse.ArgumentTypeError(f"must be a positive integer, got {text!r}")
     return int(text)

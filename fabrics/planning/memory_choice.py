@@ -91,7 +91,6 @@ def with_chosen_memory(config: Config, devices: int | None, memory: int, on_gpus
 
 
 def _combinations(config: Config, on_gpus: bool) -> Iterator[dict[str, bool | int]]:
-    """Yield the keys to turn on, from none to all that are left open."""
     able: dict[str, bool | int] = {"activation_checkpointing": True, "loss_chunk_tokens": _CHUNK}
     if on_gpus:
         able["offload_outer_state"] = True

@@ -68,7 +68,6 @@ class EvaluationPart:
 
 
 def batch_count(examples: Examples, batch_size: int) -> int:
-    """The number of batches that the examples make."""
     return -(-len(examples) // batch_size)
 
 

@@ -77,7 +77,6 @@ class NodePool:
         self.nodes = tuple(nodes)
 
     def set_max_batches(self, max_batches: Mapping[int, int]) -> None:
-        """Set the max batch of every node."""
         self.nodes = tuple(dataclasses.replace(node, max_batch=max_batches[node.id]) for node in self.nodes)
 
     def state_dict(self) -> dict:

@@ -59,7 +59,6 @@ def plan_round(config: Config, trainer: "Trainer", nodes: Sequence[Node], second
 
 
 def _situation(config: Config, model: FlatModel, nodes: Sequence[Node], largest_batch: int) -> Situation:
-    """Return the situation before the first round."""
     method = method_of(config, model)
     exchanges = [0.0]
     for workers in range(2, len(nodes) + 1):

@@ -110,7 +110,6 @@ class FlatModel:
 
     @property
     def gradient(self) -> torch.Tensor:
-        """The flat gradient."""
         return self.parameters.grad
 
     def views(self, flat: torch.Tensor) -> dict[nn.Parameter, torch.Tensor]:
@@ -148,7 +147,6 @@ class FlatModel:
         return run(**batch)
 
     def count_pass(self) -> None:
-        """Count a forward pass."""
         self.passes += 1
 
     def _autocast_context(self) -> AbstractContextManager:
@@ -216,11 +214,9 @@ class FlatModel:
         return batches, ()
 
     def norm(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return the Euclidean norm of a flat tensor."""
         return torch.linalg.vector_norm(flat)
 
     def distance(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        """Return the Euclidean distance of two flat tensors."""
         return torch.dist(a, b)
 
     def sketch(self, flat: torch.Tensor, seed: int, size: int = SKETCH_SIZE, rows: int = 1) -> torch.Tensor:

@@ -249,7 +249,6 @@ class InnerLoop:
         return only_gradient_accumulation(plan.effective_batch, max_batch)
 
     def _check_finite(self, first: int, last: int) -> None:
-        """Leave the worker out of the mean if its losses, or what it has computed, are not finite."""
         shard_group = self._model.shard_group
         shard_group.sum(self._losses[first:last])
         updates = self.worker.optimizer is not None

@@ -111,7 +111,6 @@ class WorkerOptimizer:
 
 
 def _step_of(*optimizers: torch.optim.Optimizer) -> Step:
-    """Return the step of PyTorch's optimizers, each over some of the parameters in one group."""
 
     def step(learning_rate: float) -> None:
         for optimizer in optimizers:

@@ -130,7 +130,6 @@ class WorkerGroup:
         return sent + len(returning) * self.sizes.trainer
 
     def _move_workers(self, before: Sequence[int], after: Sequence[int], nodes: Sequence[Node]) -> int:
-        """Bring the trainer's tensors and the workers to these nodes, and return the bytes that arrive."""
         self._workers = self._processes.workers(after)
         if before:
             self.shared = self._provide(self.shared, before, after, tuple(self._shapes))

@@ -44,7 +44,6 @@ class FilePart:
 
 
 def whole(tensor: torch.Tensor) -> FilePart:
-    """Return the part that is a whole tensor."""
     return FilePart(tensor, tuple(tensor.shape), ((0, slice(None)),))
 
 

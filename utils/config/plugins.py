@@ -26,7 +26,6 @@ class Plugin:
 
     @property
     def name(self) -> str:
-        """Name of the file."""
         return Path(self.path).name
 
 
@@ -68,7 +67,6 @@ def _import(path: str) -> Plugin | str:
 
 
 def _failing_line(error: BaseException, path: str) -> int | None:
-    """Return the line of the file from which an error comes, directly or through a call."""
     if isinstance(error, SyntaxError) and error.filename == path:
         return error.lineno
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == path]

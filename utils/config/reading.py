@@ -153,7 +153,6 @@ def _repaired_model_config(value: Any, warnings: list[str]) -> Any:
 
 
 def _override(values: dict[str, Any], assignment: str, problems: list[str]) -> None:
-    """Apply one `key=value` to `values`; dots separate nested keys."""
     key, separator, text = assignment.partition("=")
     if not separator or not key:
         problems.append(f"{assignment}: an override must have the form key=value")

@@ -131,7 +131,6 @@ class Launch:
                 os.environ[key] = value
 
     def kill(self) -> None:
-        """Kill the other processes."""
         for process in self.processes.values():
             process.kill()
             process.wait()

@@ -81,7 +81,6 @@ class PeerWatch:
         os._exit(1)
 
     def kill_children(self) -> None:
-        """Kill the processes that this one has started."""
         for child in self._children.values():
             child.kill()
 
