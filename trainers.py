@@ -284,7 +284,8 @@ def first_trainers(
     processes: Processes,
 ) -> dict[int, Trainer]:
     """Return the trainers at the start of a run; assignment: the nodes that each will get."""
-    cursors = initial_cursors(config, len(data.train), data.shares and data.shares.sizes)
+    sizes = data.shares and [share["examples"] for share in data.shares]
+    cursors = initial_cursors(config, len(data.train), sizes)
     if len(cursors) == 1 and config.smallest_worker_batch is None:  # the only trainer gets every scheduled node
         for _, nodes in config.node_schedule or ():
             check_method(config, int(nodes))

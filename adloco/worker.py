@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -39,7 +40,7 @@ from fabrics.training.flat_model import FlatModel
 from fabrics.training.inner_loop import clip
 from fabrics.training.method_config import method_of
 from fabrics.training.statistics import batch_control, compare_workers, measurement_of, samples_for_test
-from fabrics.training.worker import WorkerRound, personal_tensors
+from fabrics.training.worker import RoundKey, WorkerRound, method_generator, personal_tensors
 from utils.config.reading import Checks, parse_config
 from utils.config.schema import Config, ConfigError
 from utils.distributed.peers import PeerWatch
@@ -91,15 +92,10 @@ class _Round:
     """A round in progress.
 
     Attributes:
-        plan: the micro-batches of this worker's inner steps.
-        batch: examples of an inner step over all workers.
+        plan: of this worker's inner steps; batch: examples of one over all workers.
         offsets: where this worker's examples of each inner step begin.
-        stops: the inner steps after which the workers come together.
-        group: the workers, as the method sees them.
-        step: inner steps made.
         ready: the gradient of the next inner step is complete.
-        samples: gradient statistics of this worker.
-        vector: the gradient, or its sketch, for the comparison with the other workers.
+        samples: gradient statistics of this worker; vector: its gradient, or the sketch, for the comparison.
     """
 
     plan: ExecutionPlan
@@ -485,7 +481,7 @@ class Worker:
                 batches=batches,
                 step_seconds=0.0,
                 server_seconds=lambda elements: 0.0,
-                random=self._generator,
+                random=partial(method_generator, RoundKey(self._config.training_seed, 0, 0, self.rounds)),
             ),
             inner=Inner(decay, self._update_shared, self._optimizer.param_groups[0]["lr"]),
             outer=Outer(self._config.learning_rate_for_outer_opt, self._config.outer_momentum, dtype),
@@ -497,11 +493,6 @@ class Worker:
         start = self._state[COPY] if start is None else start
         group.local_workers = [LocalWorker(self.index, own, start, gradient, self._state)]
         return group
-
-    def _generator(self, step: int) -> torch.Generator:
-        entropy = [self._config.training_seed, 0, self.rounds, step]
-        seed = int(np.random.SeedSequence(entropy, spawn_key=(1,)).generate_state(1, np.uint64)[0])
-        return torch.Generator().manual_seed(seed)
 
     @torch.no_grad()
     def _synchronise(self) -> None:

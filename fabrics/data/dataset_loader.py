@@ -23,7 +23,7 @@ from fabrics.data.documents import (
     matching_files,
     whole_file,
 )
-from fabrics.data.examples import DataShares, PackedDocuments, PackedSequences, TaskData
+from fabrics.data.examples import PackedDocuments, PackedSequences, TaskData
 from fabrics.data.imdb import load_imdb
 from fabrics.data.messages import load_messages
 from fabrics.data.partition import SPLITS, share_count
@@ -109,18 +109,17 @@ def _first(part: TokenisedPart, count: int | None, key: str, kind: str, document
     return part.first(count)
 
 
-def _described_shares(train: TokenisedPart, groups: list[np.ndarray], sizes: tuple[int, ...]) -> DataShares:
+def _described_shares(train: TokenisedPart, groups: list[np.ndarray], sizes: tuple[int, ...]) -> list[dict[str, int]]:
     if 0 in sizes:
         raise ConfigError(
             f"data_split: the documents of share {sizes.index(0)} of {len(sizes)} do not fill one example; use fewer "
             f"data_shares or a shorter sequence_length"
         )
     lengths = train.lengths
-    records = [
+    return [
         {"documents": len(own), "examples": size, "tokens": int(lengths[own].sum())}
         for own, size in zip(groups, sizes, strict=True)
     ]
-    return DataShares(sizes, records)
 
 
 def _packed(part: TokenisedPart, kind: str, sequence_length: int, most: int | None = None) -> PackedSequences:

@@ -173,21 +173,14 @@ class PackedDocuments(PackedSequences):
 
 
 @dataclass(frozen=True)
-class DataShares:
-    """The shares of non-IID training data, by which examples are sorted; records: of each share, for the summary."""
-
-    sizes: tuple[int, ...]
-    records: list[dict[str, int]]
-
-
-@dataclass(frozen=True)
 class TaskData:
     """The data of a run.
 
     Attributes:
         task: causal_lm or classification.
         tokenizer: saved with the final model; None: the data are not text.
-        shares: the shares of non-IID data; None: trainers read random subsets.
+        shares: documents, examples and tokens of each share of non-IID data, by which training examples are sorted;
+            None: trainers read random subsets.
         content: digest of all documents and of the tokenizer, however training divides and cuts them; None: unknown.
     """
 
@@ -200,14 +193,14 @@ class TaskData:
     documents: Mapping[str, int] = field(default_factory=dict)
     skipped: Mapping[str, int] = field(default_factory=dict)
     class_names: tuple[str, ...] = ()
-    shares: DataShares | None = None
+    shares: Sequence[Mapping[str, int]] | None = None
     content: str | None = None
 
     def fingerprint(self) -> str:
         """Return a digest of the sizes and of 32 examples of each part, to compare processes and resumed runs."""
         digest = hashlib.sha256()
         if self.shares is not None:
-            digest.update(f"{self.shares.records}".encode())
+            digest.update(f"{self.shares}".encode())
         for examples in (self.train, self.validation):
             chosen = np.unique(np.linspace(0, len(examples) - 1, 32).astype(np.int64))
             batch = examples.batch(chosen, torch.device("cpu"))

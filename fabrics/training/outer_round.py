@@ -1,9 +1,9 @@
 """One round of a trainer on the workers of this process (Algorithm 1): inner steps, messages, the outer step."""
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 
 from algorithms.nodes.traffic import Event
@@ -11,7 +11,7 @@ from algorithms.synchronisation.group import Clock, Group, Inner, LocalWorker
 from fabrics.training.inner_loop import InnerLoop, clip
 from fabrics.training.optimizers import WorkerOptimizer
 from fabrics.training.work_split import WorkSplit, draw_lost_messages
-from fabrics.training.worker import COPY, Assignment, RoundKey, WorkerRound, local_worker
+from fabrics.training.worker import COPY, Assignment, RoundKey, WorkerRound, local_worker, method_generator
 from fabrics.training.worker_group import WorkerGroup
 from utils.config.schema import Config
 
@@ -141,11 +141,6 @@ class OuterRound:
         model.gradient.zero_()
         parameters.copy_(model.parameters)
 
-    def _random(self, step: int) -> torch.Generator:
-        entropy = [self._key.seed, self._key.trainer, self._key.round, step]
-        seed = int(np.random.SeedSequence(entropy, spawn_key=(1,)).generate_state(1, np.uint64)[0])
-        return torch.Generator().manual_seed(seed)
-
     def _clock(self, split: WorkSplit, inner_steps: int) -> Clock:
         workers = len(self._worker_group)
         seconds = [0.0] * workers
@@ -158,4 +153,5 @@ class OuterRound:
             if self._config.node_speeds is not None:
                 seconds[worker] = examples[worker] / split.speeds[worker]
         server_seconds = self._worker_group.server_seconds
-        return Clock(inner_steps, seconds, own_steps, batches, split.step_seconds, server_seconds, self._random)
+        random = partial(method_generator, self._key)
+        return Clock(inner_steps, seconds, own_steps, batches, split.step_seconds, server_seconds, random)

@@ -54,6 +54,12 @@ class RoundKey(NamedTuple):
     round: int
 
 
+def method_generator(key: RoundKey, step: int) -> torch.Generator:
+    """Return the method's random numbers at an inner step of a trainer's round, the same in every process."""
+    sequence = np.random.SeedSequence([key.seed, key.trainer, key.round, step], spawn_key=(1,))
+    return torch.Generator().manual_seed(int(sequence.generate_state(1, np.uint64)[0]))
+
+
 @dataclass(frozen=True)
 class Assignment:
     """A worker's part of a round.

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from algorithms.schedule.limits import RoundSchedule
 from cluster import Cluster
 from fabrics.data.dataset_loader import DATASETS, Dataset, load_data, task_data
-from fabrics.data.examples import DataShares, PackedSequences, TaskData
+from fabrics.data.examples import PackedSequences, TaskData
 from fabrics.data.token_store import TokenisedPart, TokenisedSet
 from fabrics.models import initialisation
 from fabrics.training.inner_loop import InnerLoop
@@ -184,7 +184,7 @@ def _data(config: Config, processes: Processes) -> TaskData:
         return clustered(config, processes)
     data = tiny_data()
     if config.splits_data:
-        data = dataclasses.replace(data, shares=DataShares((40, 12, 28, 16), []))
+        data = dataclasses.replace(data, shares=[{"examples": size} for size in (40, 12, 28, 16)])
     return data
 
 
@@ -228,7 +228,7 @@ def run_scenario(name: str, processes: Processes | None = None) -> dict:
         "lost": counters.lost_messages,
         "merges": cluster.merges,
         "warnings": recorder.warnings,
-        "shares": data.shares and data.shares.sizes,
+        "shares": [share["examples"] for share in data.shares or ()],
         "placement": [
             {report.trainer: [w.node for w in report.workers.values()] for report in result.reports.values()}
             for result in recorder.rounds

@@ -7,7 +7,6 @@ import pytest
 from fabrics.data import dataset_loader
 from fabrics.data.dataset_loader import Dataset, load_data
 from fabrics.data.documents import DatasetError
-from fabrics.data.examples import DataShares
 from tests.support.helpers import make_config, tiny_data
 from tests.support.threads import refusals, together
 from utils.config.schema import ConfigError
@@ -125,7 +124,7 @@ def test_other_data_on_one_process_stops_all(loading):
 
 def test_equally_large_but_other_shares_stop_all(loading):
     """The compared examples may be the same."""
-    shares = [DataShares((48, 48), [{"documents": count}]) for count in (2, 2, 3)]
+    shares = [[{"documents": count}] for count in (2, 2, 3)]
     loading(c4=lambda rank: dataclasses.replace(DATA, shares=shares[rank]))
     (line,) = set(refusals(3, load))
     assert line.startswith("the processes have different data: contents: ")

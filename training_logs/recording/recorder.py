@@ -355,7 +355,7 @@ class RunRecorder(Observer):
             "data_digest": run.data.content or run.data.fingerprint(),
             "documents": dict(run.data.documents),
             "skipped_documents": dict(run.data.skipped),
-            "data_shares": run.data.shares and run.data.shares.records,
+            "data_shares": run.data.shares,
             "seed": self.config.training_seed,
             "initial_metric": self._initial_metric,
             "largest_requested_batch": self._largest_request,
