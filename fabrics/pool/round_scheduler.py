@@ -51,14 +51,7 @@ def check_budget(config: Config, nodes: int) -> None:
 class RoundScheduler:
     """Sets the inner steps of every round. All processes decide alike, from counters that are equal in all of them.
 
-    Args:
-        examples: training examples of one epoch.
-
-    Attributes:
-        clock: the virtual clock, in a run whose `time_budget` counts on it.
-
-    Raises:
-        ConfigError: the run has a budget and never communicates.
+    examples: training examples of one epoch. clock: the virtual clock, in a run whose `time_budget` counts on it.
     """
 
     def __init__(self, config: Config, examples: int, pool: NodePool):

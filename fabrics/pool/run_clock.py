@@ -25,9 +25,6 @@ class RunClock:
     """The clocks of a run with `nodes` nodes.
 
     Every round is `begin_round`, `run` for each trainer, `end_round`, and `merge` after some.
-
-    Attributes:
-        clocks: of the nodes.
     """
 
     def __init__(self, config: Config, nodes: int):
