@@ -32,6 +32,8 @@ _SHOWN = re.compile(r"\{(run|page|section): (\w+)(?:: ([^}]+))?\}")
 _HIGHEST_END = 3.0
 # It shows at least this range, so that curves have a length.
 _SMALLEST_RANGE = 1.8
+# Inches.
+_WIDTH = 15
 # With more methods, the ranges of seeds would hide curves.
 _METHODS_WITH_RANGES = 12
 _LINES = ("-", "--", "-.", ":", (0, (8, 2)), (0, (3, 1, 1, 1, 1, 1)), (0, (1, 3)), (0, (8, 2, 2, 2)))
@@ -207,7 +209,7 @@ def page(results: Results) -> str:
     parts = [f"# {heading(results)}", caption(results), f"![Curves]({name}.png)"]
     parts.append(
         f"A curve ends with a marker. The wide grey curve is {reference}. "
-        "With at most twelve methods, bands show the range of seeds."
+        f"With at most twelve methods, bands show the range of seeds.{_left_out(results)}"
     )
     if results.runs[reference]:
         published = results.raw["file"].startswith("benchmarks/comparisons/")
@@ -311,7 +313,8 @@ def _scale_usage(axis: Axis, label: str, low: float, high: float, wide: bool) ->
         axis.set_major_locator(SymmetricalLogLocator(base=10.0, linthresh=1.0, subs=ticks))
     else:
         scale("log")
-        axis.axes.set_xlim(0.95 * low, 1.2 * high)
+        margin = max(1.05, (high / low) ** 0.04)  # so that the axis does not cut the marker of the lowest
+        axis.axes.set_xlim(low / margin, 1.2 * high)
         axis.set_major_locator(LogLocator(subs=ticks, numticks=20))
         axis.set_minor_formatter(NullFormatter())
     thousands = EngFormatter(sep="")
@@ -338,6 +341,17 @@ def _highest_shown(results: Results) -> float:
     return max(_SMALLEST_RANGE * lowest, min(1.1 * max(ends), _HIGHEST_END * lowest))
 
 
+def _left_out(results: Results) -> str:
+    """Say what the figure of curves does not show."""
+    if results.sign < 0:
+        return ""
+    highest = _highest_shown(results)
+    ends = {name: statistics.fmean(results.finals(name).values()) for name in _completed(results)}
+    outside = [f"{name} ({end:.2f})" for name, end in ends.items() if end > highest]
+    text = f" The part of curves above {highest:.3g} is left out."
+    return f"{text} Above it end: {', '.join(outside)}." if outside else text
+
+
 def _entry(xs: Sequence[float], metric: np.ndarray, highest: float) -> float:
     """Return the usage at which a curve enters a panel."""
     inside = np.flatnonzero(metric <= highest)
@@ -351,8 +365,10 @@ def draw_curves(results: Results) -> Figure:
     highest = _highest_shown(results)
     lowest = min(value for name in results.methods for value in results.finals(name).values())
     names = _completed(results)
-    lines = math.ceil(len(names) / 4)
-    figure, panels = make_figure(len(labels), 2, (15, 5.2 * math.ceil(len(labels) / 2) + 0.25 * lines))
+    # A character takes 0.07 inches, the line and the marker before a name 0.6.
+    columns = min(4, len(names), int(_WIDTH / (0.6 + 0.07 * max(map(len, names)))))
+    lines = math.ceil(len(names) / columns)
+    figure, panels = make_figure(len(labels), 2, (_WIDTH, 5.2 * math.ceil(len(labels) / 2) + 0.25 * lines))
     for axes, (axis, label) in zip(panels, labels.items(), strict=True):
         entries = []
         for name in names:
@@ -370,7 +386,7 @@ def draw_curves(results: Results) -> Figure:
         _scale_usage(axes.xaxis, label, min(entries), highest_usage, wide=True)
         axes.grid(True, which="both", alpha=0.25)
     handles, texts = panels[0].get_legend_handles_labels()
-    figure.legend(handles, texts, loc="outside lower center", ncols=min(4, len(names)), fontsize=9)
+    figure.legend(handles, texts, loc="outside lower center", ncols=columns, fontsize=9)
     return figure
 
 
@@ -379,7 +395,7 @@ def draw_ends(results: Results) -> Figure:
     labels = _figure_axes(results)
     names = _completed(results)
     rows = range(len(names))
-    figure, panels = make_figure(1 + len(labels), 4, (15, 1.2 + 0.3 * len(names)))
+    figure, panels = make_figure(1 + len(labels), 4, (_WIDTH, 1.2 + 0.3 * len(names)))
     metric = [list(results.finals(name).values()) for name in names]
     means = [statistics.fmean(values) for values in metric]
     ranges = [[mean - min(values) for mean, values in zip(means, metric, strict=True)]]
