@@ -135,9 +135,9 @@ def calculate_max_batch(
                 torch.cuda.reset_peak_memory_stats(device)
     if found == 0:
         raise MemoryError(
-            f"no example fits on {device}: one needs more than {budget:,} bytes (padding_percentage "
+            f"no example fits on {device}: one needs more than {budget:,} bytes. This is padding_percentage "
             f"{padding_percentage} of {memory:,} bytes, less {taken:,} in use and {reserved_bytes:,} for a round's "
-            f"sums, shared by {sharing} processes). Use a smaller model or sequence_length, or fewer nodes_per_gpu, "
+            f"sums, shared by {sharing} processes. Use a smaller model or sequence_length, or fewer nodes_per_gpu, "
             f"trainers or processes"
         )
     return found

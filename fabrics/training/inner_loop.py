@@ -264,7 +264,7 @@ class InnerLoop:
         if shard_group.size > 1:  # the other devices wait in the middle of a pass
             raise TrainingError(
                 f"node {node.id} is lost with device {shard_group.index} of its shard group, {node.device}: {error}. "
-                f"--resume continues from the last checkpoint; set processes and devices_per_node to the remaining "
+                f"--resume continues from the last checkpoint. Set processes and devices_per_node to the remaining "
                 f"devices"
             ) from error
         self.left_out = f"node {node.id} failed: {error}"

@@ -1,6 +1,7 @@
 """The ready configurations: the small ones run on data in the real format, the others hold the published values."""
 
 import ast
+import dataclasses
 import json
 import random
 from functools import partial
@@ -103,6 +104,25 @@ def test_published_configurations_run_as_the_papers_say(name, cache_dir):
     cluster.train(Recorder())
     assert cluster.counters.outer_steps == 3
     assert cluster.merges == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "differences"),
+    [
+        ("c4_microllama.yaml", {"data_sample_size", "val_size", "sequence_length"}),
+        ("imdb_bert.yaml", {"dataset", "model_type", "model_config"}),
+    ],
+)
+def test_configurations_that_follow_the_published_one_differ_as_they_say(name, differences):
+    published_config, config = (
+        dataclasses.asdict(load_config(ROOT / "configs" / file, (), CHECKS)[0])
+        for file in ("published_config.yaml", name)
+    )
+    # The norm test, and keys that neither it nor AdamW, nor the other dataset, reads.
+    elsewhere = {"sampling_method", "vartheta", "nu", "lr_sgd", "project_name", "samples_per_class", "val_size"}
+    found = {key for key, value in config.items() if value != published_config[key]}
+    assert found - differences <= elsewhere
+    assert found >= differences | {"sampling_method"}
 
 
 def test_diloco_150m_has_the_values_of_its_replication():

@@ -18,6 +18,7 @@ import torch
 import yaml
 
 import run as program
+from algorithms.batch.calc_batch import BATCH_TESTS
 from algorithms.batch.gradient_statistics import MINIMUM_WORKERS
 from algorithms.flat import SKETCH_SIZE
 from algorithms.nodes.policies import MERGE_POLICIES
@@ -27,6 +28,7 @@ from fabrics.config_checks import CHECKS
 from fabrics.data import dataset_loader
 from fabrics.data.dataset_loader import DATASETS
 from fabrics.models.model_family import MODELS
+from fabrics.training.optimizers import INNER_OPTIMIZERS
 from fabrics.training.worker import TrainingError
 from run import train
 from tests.support.programs import command
@@ -238,7 +240,7 @@ def test_the_log_says_what_lone_workers_cost(tmp_path, cache_dir):
     assert "; one worker alone in 50% of the rounds: a second one joins at a batch of 16 (smallest_worker_batch)" in log
     parts = [
         float(number)
-        for number in re.search(r"; (.+) s: start-up (.+) s, training (.+) s, eval\w+ (.+) s", log).groups()
+        for number in re.search(r"\)\. (.+) s: start-up (.+) s, training (.+) s, eval\w+ (.+) s", log).groups()
     ]
     assert sum(parts[1:]) <= parts[0] + 0.2
     assert not re.search(r"\b(None|False|1 (trainer|node|round|communication)s)\b", log)
@@ -360,7 +362,14 @@ def test_help_answers_without_loading_anything(programs):
 
 @pytest.mark.parametrize(
     ("kind", "registry"),
-    [("methods", METHODS), ("models", MODELS), ("datasets", DATASETS), ("policies", MERGE_POLICIES)],
+    [
+        ("methods", METHODS),
+        ("models", MODELS),
+        ("datasets", DATASETS),
+        ("policies", MERGE_POLICIES),
+        ("optimizers", INNER_OPTIMIZERS),
+        ("tests", BATCH_TESTS),
+    ],
 )
 def test_lists_have_one_line_for_each_name(capsys, kind, registry):
     assert program.main(["--list", kind]) == 0

@@ -206,7 +206,7 @@ def end_line(summary: Mapping) -> str:
         f"{summary['status']}: {summary['metric']} {summary['initial_metric']:.{decimals}f} before training, "
         f"{summary['final_metric']:.{decimals}f} after {summary['tokens']:,} tokens in "
         f"{counted(summary['outer_steps'], 'round')} with {counted(summary['communications'], 'communication')} "
-        f"({byte_size(summary['bytes_communicated'])}); {summary['wall_seconds']:.1f} s: "
+        f"({byte_size(summary['bytes_communicated'])}). {summary['wall_seconds']:.1f} s: "
         f"start-up {summary['startup_seconds']:.1f} s, training {summary['training_seconds']:.1f} s, "
         f"evaluation {summary['evaluation_seconds']:.1f} s, checkpoints, models and logs the rest"
     )

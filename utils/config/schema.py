@@ -182,9 +182,8 @@ class Computation(Section):
     )
     memory: Literal["auto"] | None = free_key(
         None,
-        "auto: turn on the fastest of activation_checkpointing, loss_chunk_tokens, offload_outer_state, "
-        "offload_moments and their combinations that fits, as --plan estimates; it leaves those that are not null; "
-        "null: as set.",
+        "auto: choose the fastest combination of activation_checkpointing, loss_chunk_tokens, offload_outer_state and "
+        "offload_moments that fits, as --plan estimates. Keys that are not null stay as they are. null: as set.",
     )
     activation_checkpointing: bool | None = free_key(
         None,
@@ -193,8 +192,8 @@ class Computation(Section):
     )
     loss_chunk_tokens: PositiveInt | Literal[False] | None = key(
         None,
-        "Tokens of each sequence whose logits exist at a time: less memory, one more pass through the output layer; "
-        "false: all; null: all, or as memory: auto chooses.",
+        "Tokens of each sequence whose logits exist at a time: less memory, one more pass through the output layer. "
+        "false: all. null: all, or as memory: auto chooses.",
     )
     offload_outer_state: bool | None = free_key(
         None,
