@@ -12,10 +12,11 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import yaml
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 from benchmarks.compare import runs
 from benchmarks.compare.compare import carry_out, main, recorded_outcomes
-from benchmarks.compare.report import draw_curves, draw_ends
+from benchmarks.compare.report import draw_curves, draw_ends, page
 from benchmarks.compare.results import Results
 from benchmarks.compare.runs import ComparisonError, Runner
 from benchmarks.compare.spec import ROOT, ComparisonSpec, Run, load_spec, make_run
@@ -250,6 +251,17 @@ def test_figures_show_every_method():
     assert [text.get_text() for text in ends.axes[0].get_yticklabels()] == completed
     for figure in (curves, ends):
         assert len(figure.axes) == 4
+
+
+def test_long_names_fit_in_the_figure_and_the_caption_names_what_it_leaves_out():
+    read = {}
+    for name in ("equal_time", "methods"):
+        read[name] = Results(json.loads((ROOT / "docs" / "results" / f"{name}.json").read_text(encoding="utf-8")))
+    figure = draw_curves(read["equal_time"])
+    FigureCanvasAgg(figure).draw()
+    legend = figure.legends[0].get_window_extent()
+    assert 0.0 <= legend.x0 < legend.x1 <= figure.bbox.x1
+    assert "Above it end: LoCoDL (49.10)." in page(read["methods"])
 
 
 def test_curve_of_each_method_ends_in_every_panel():
