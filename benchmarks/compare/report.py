@@ -69,13 +69,20 @@ def token_range(results: Results) -> tuple[float, float] | None:
     return (min(totals), max(totals)) if max(totals) > (1.0 + TOLERANCE) * min(totals) else None
 
 
+def _sizes(results: Results) -> str:
+    """Return the parameters of the smallest and the largest model."""
+    common = results.raw["parameters"]
+    sizes = [run.get("parameters", common) for runs in results.runs.values() for run in runs]
+    return " to ".join(dict.fromkeys((_millions(min(sizes)), _millions(max(sizes)))))
+
+
 def heading(results: Results) -> str:
     comparison = results.raw["comparison"]
     first = next(run for runs in results.runs.values() for run in runs)
     tokens = token_range(results) or (first["curves"]["tokens"][-1],)
     setting = [
         comparison["corpus"] or comparison["common"].get("dataset") or f"dataset of {comparison['base']}",
-        f"{_millions(results.raw['parameters'])} parameters",
+        f"{_sizes(results)} parameters",
         f"{' to '.join(map(_millions, tokens))} tokens",
         f"{len(results.seeds)} seeds" if len(results.seeds) > 1 else "one seed",
     ]
@@ -258,7 +265,7 @@ def overview(template: str, comparisons: Mapping[str, Results]) -> str:
         if kind == "page":
             comparison = results.raw["comparison"]
             link = f"[{comparison['title']}](results/{name}.md)"
-            return f"{link} | {comparison['corpus']} | {len(results.seeds)} | {_millions(results.raw['parameters'])}"
+            return f"{link} | {comparison['corpus']} | {len(results.seeds)} | {_sizes(results)}"
         more = f"[Verdicts, tables and settings](results/{name}.md)."
         return f"## {heading(results)}\n\n{caption(results)} {more}\n\n![Ends](results/{name}_ends.png)"
 

@@ -178,6 +178,7 @@ def _outcome(data: RunData, run: Run, spec: ComparisonSpec) -> dict[str, Any]:
             curves[simulated_axis(device.name, network.name)] = [0, *elapsed[evaluated]]
     batches = [sum(row["effective_batch"] for row in rows) for rows in data.by_round.values()]
     return found | {
+        "parameters": data.summary["parameters"],
         "data": data.summary["data_digest"],
         "versions": data.summary["versions"],
         "final_metric": data.summary["final_metric"],
