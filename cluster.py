@@ -1,8 +1,9 @@
 """The cluster: all devices, nodes and trainers of a run, and the outer loop over rounds.
 
-`Cluster.run_round` is one round. Decisions are pure functions in `algorithms`; the work on a model is in `trainers`; an
-observer records what happens. Every process of a run has a cluster. All take the same decisions, because they gather
-the same reports once per round, before the decisions. Tensors, and the work on them, are divided over the processes.
+`Cluster.run_round` is one round. Most decisions are pure functions in `algorithms`; the work on a model is in
+`trainers`; an observer records what happens. Every process of a run has a cluster. All take the same decisions, because
+they gather the same reports once per round, before the decisions. Tensors, and the work on them, are divided over the
+processes.
 """
 
 import dataclasses

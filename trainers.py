@@ -140,7 +140,7 @@ class Trainer:
         outer_round = OuterRound(self._config, worker_group, split, self._round_key, assignments, on_step)
         outer_round.run()
         records = outer_round.records()
-        # Only those of this process, for the evaluation; all are known in `end_round`.
+        # For this round's evaluation, those of this process; `end_round` sets those of all processes.
         worker_group.to_restart = frozenset(index for index, record in records.items() if record.left_out)
         vectors = {index: loop.vector for index, loop in outer_round.loops.items()}
         records = compare_workers(worker_group, measurement, records, vectors)

@@ -10,7 +10,7 @@ gradient g has E ||g||^2 = ||G||^2 + V / B, and, with other examples, E Var <g_i
 and P.
 
 With `confidence` z a test answers with the smallest batch that is not ruled out at z standard errors. As a request
-never shrinks, the largest of many point estimates would decide otherwise.
+never shrinks, otherwise the largest of many point estimates would decide.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""Times of models and checkpoints, and the end of a run; all processes decide together, once per round."""
+"""When models and checkpoints are written, and a run ends; all processes decide together, once per round."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class CheckpointPolicy:
             raise StoppedInRoundError(STOPPED_IN_ROUND)
 
     def decide(self, votes: Sequence[Vote]) -> None:
-        """Do what any process votes for."""
+        """Adopt what any process has voted for."""
         self.decision = Vote(any(vote.stop for vote in votes), any(vote.save for vote in votes))
 
     def after_round(self) -> None:

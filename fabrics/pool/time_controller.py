@@ -1,7 +1,7 @@
 """`objective: time`: the facts for `algorithms.schedule.controller`, which plans every round of such a run.
 
 The method is chosen once, before the run: workers that step apart, or that exchange gradients in every step where the
-link is fast. Both keep other tensors, so that a run cannot change between them. Workers, batch and inner steps are
+link is fast. They keep different tensors, so that a run cannot change between them. Workers, batch and inner steps are
 chosen in every round. Seconds are those of the virtual clock.
 """
 

@@ -89,8 +89,8 @@ class InnerLoop:
 
     Attributes:
         left_out: why the worker is left out of the mean; None if it is in it.
-        vector: the sum of the gradients of its statistics' examples, flat, or a sketch of it, if the assignment asks
-            for one.
+        vector: the sum of the gradients of the examples behind its statistics, flat, or a sketch of it, if the
+            assignment asks for one.
     """
 
     def __init__(

@@ -1,7 +1,8 @@
 """Gradient statistics of a round: which ones it takes, and what they tell the batch test.
 
-Hooks in the first backward pass of each worker yield per-example statistics (`algorithms.batch.per_example`). Workers
-that stand at the same parameters may also be compared: by their gradients, or by small sketches of these.
+Hooks in the backward passes of each worker's first inner step, and of its probe batch, yield per-example statistics
+(`algorithms.batch.per_example`). Workers that stand at the same parameters may also be compared: by their gradients, or
+by small sketches of these.
 """
 
 import dataclasses
@@ -140,7 +141,7 @@ def compare_workers(
 def samples_for_test(
     config: Config, workers: Mapping[int, "WorkerRound"]
 ) -> tuple[list[SampleEstimate], SampleEstimate | None, str | None]:
-    """Return all participants' samples for the batch test, the estimate from their comparison, and a warning."""
+    """Return the samples of the workers that are not left out, the estimate from their comparison, and a warning."""
     present = [worker for worker in workers.values() if not worker.left_out]
     moments = [worker.moments for worker in present if worker.moments is not None]
     if config.compares_workers:

@@ -17,7 +17,7 @@ from fabrics.training.statistics import Measurement
 from fabrics.training.worker import Assignment, Node, RoundKey
 from utils.config.schema import Config
 
-# The first inner step of a round is not measured, so a speed needs a second one.
+# The first inner step of a round is not timed, so a speed needs a second one.
 _LEAST_MEASURED_STEPS = 2
 # Spawn keys: participants and lost messages are drawn independently of everything else that uses the seed.
 _PARTICIPANTS = (2,)

@@ -110,7 +110,8 @@ class WorkerGroup:
 
         Workers keep their state as far as there are nodes for them, wherever those are. A new worker, and one whose
         state is lost, begins with the optimizer state of the first healthy worker, or with a new one if none is
-        healthy. Surplus workers end. A node that rested and takes part again receives the trainer's tensors.
+        healthy. Surplus workers end, the last ones first: after a failure the last worker's state is dropped. A node
+        that rested and takes part again receives the trainer's tensors.
 
         participants: numbers of the workers that take part in the next round.
         """
@@ -191,7 +192,7 @@ class WorkerGroup:
 
     @property
     def encoding(self) -> Encoding:
-        """The encoding of pseudo-gradients; plain for a lone worker, which sends nothing."""
+        """The encoding of pseudo-gradients; plain for a trainer with one worker, which sends nothing."""
         return self._encoding if len(self) > 1 else PLAIN
 
     @property

@@ -118,7 +118,7 @@ class Observer:
         """Called before the first round; `initial` holds the untrained trainers, or nothing if the run is resumed."""
 
     def on_round_start(self, outer_step: int, progress: float, steps: int) -> None:
-        """Called before a round of `steps` inner steps over all workers; `progress` is the finished part, 0 to 1."""
+        """Called before a round of `steps` inner steps of this process's workers; `progress` is the finished part."""
 
     def on_step(self) -> None:
         """Called after an inner step of a worker."""
