@@ -128,8 +128,8 @@ class InnerLoop:
         A worker without an optimizer only computes one gradient, which is in the model afterwards.
         """
         first = self.done
-        last = bisect_left(self._assignment.active_steps, until)  # of the steps that this worker makes
-        if self.left_out is not None or first >= last:
+        end = bisect_left(self._assignment.active_steps, until)  # of the steps that this worker makes
+        if self.left_out is not None or first >= end:
             return
         device = self.worker.node.device
         self._started = time.perf_counter()
@@ -141,9 +141,9 @@ class InnerLoop:
                     self._take_probe_batch()
                 self._seed_dropout(first)
                 with self.worker.optimizer.steps() if self.worker.optimizer else nullcontext():
-                    while self.done < last:
+                    while self.done < end:
                         self._step()
-            self._check_finite(first, last)
+            self._check_finite(first, end)
         except NodeFailedError as error:
             self._node_failed(error)
         self._seconds += time.perf_counter() - self._started
@@ -248,12 +248,12 @@ class InnerLoop:
         self.worker.node = dataclasses.replace(node, max_batch=max_batch)
         return only_gradient_accumulation(plan.effective_batch, max_batch)
 
-    def _check_finite(self, first: int, last: int) -> None:
+    def _check_finite(self, first: int, end: int) -> None:
         shard_group = self._model.shard_group
-        shard_group.sum(self._losses[first:last])
+        shard_group.sum(self._losses[first:end])
         updates = self.worker.optimizer is not None
         computed = self._model.parameters if updates else self._model.gradient
-        finite = torch.isfinite(self._losses[:last]).all() & torch.isfinite(computed.sum())
+        finite = torch.isfinite(self._losses[:end]).all() & torch.isfinite(computed.sum())
         if shard_group.sum((~finite).int()).item():
             what = "parameters" if updates else "gradient"
             self.left_out = f"its loss or {what} became NaN or infinite"

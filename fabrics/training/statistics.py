@@ -109,7 +109,7 @@ def measurement_of(config: Config, worker_count: int, measures: bool) -> Measure
 
 
 def compare_workers(
-    group: "WorkerGroup",
+    worker_group: "WorkerGroup",
     measurement: Measurement,
     records: Mapping[int, "WorkerRound"],
     vectors: Mapping[int, torch.Tensor | None],
@@ -122,19 +122,19 @@ def compare_workers(
     """
     if measurement.compared == "nothing":
         return dict(records)
-    parameters = group.shared["parameters"]
+    parameters = worker_group.shared["parameters"]
     like = parameters if measurement.compared == "gradient" else parameters.new_zeros(SKETCH_SIZE)
-    incoming = group.mean(like)
+    incoming = worker_group.mean(like)
     present = [index for index, record in sorted(records.items()) if not record.left_out and vectors[index] is not None]
     for index in present:
         incoming.add(index, PLAIN.encode(vectors[index]))
     mean, _ = incoming.result()
     # A device that shares the model has a part of the gradient, but the whole sketch.
-    total = group.first_model.shard_group.sum if measurement.compared == "gradient" else None
+    total = worker_group.first_model.shard_group.sum if measurement.compared == "gradient" else None
     compared = dict(records)
     for index in present:
         moments = gradient_moments(vectors[index].to(mean.device), mean, total)
-        compared[index] = dataclasses.replace(records[index], moments=moments)
+        compared[index] = dataclasses.replace(records[index], comparison=moments)
     return compared
 
 
@@ -143,7 +143,7 @@ def samples_for_test(
 ) -> tuple[list[SampleEstimate], SampleEstimate | None, str | None]:
     """Return the samples of the workers that are not left out, the estimate from their comparison, and a warning."""
     present = [worker for worker in workers.values() if not worker.left_out]
-    moments = [worker.moments for worker in present if worker.moments is not None]
+    moments = [worker.comparison for worker in present if worker.comparison is not None]
     if config.compares_workers:
         if len(moments) > 1:
             return [across_workers_estimate(moments, [worker.plan.effective_batch for worker in present])], None, None

@@ -94,7 +94,7 @@ class WorkerRound:
         steady_seconds: of the inner steps except the first one, which may compile and fill caches.
         steady_examples: of the same steps.
         left_out: why the worker is not in the mean; None if it is.
-        moments: of its gradient, or its sketch, compared with the mean over the workers.
+        comparison: of its gradient, or its sketch, compared with the mean over the workers.
         active_steps: as in Assignment; None: all inner steps.
     """
 
@@ -110,7 +110,7 @@ class WorkerRound:
     left_out: str | None = None
     failed: bool = False
     message_lost: bool = False
-    moments: GradientMoments | None = None
+    comparison: GradientMoments | None = None
     active_steps: Sequence[int] | None = None
 
     @property

@@ -106,7 +106,7 @@ def test_four_workers_compare_sketches_of_their_gradients():
     assert abs(found - (between + within)) > 0.0
     alone = make_trainer(tiny_llama(), config, PackedSequences(random_sequences(50)), nodes=3)
     (other,) = train(alone, 1, inner_steps=3)
-    assert all(worker.moments is None for worker in other.workers.values())
+    assert all(worker.comparison is None for worker in other.workers.values())
 
 
 def test_a_small_batch_is_probed_on_the_next_examples():
