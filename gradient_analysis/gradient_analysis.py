@@ -138,7 +138,7 @@ def _best_model(run: Path) -> str:
     except RunFolderError as error:
         raise ConfigError(f"model: neither a model folder nor a run folder: {error}") from None
     if best is None:
-        raise ConfigError(f"model: {run} has no final model; name a folder in it")
+        raise ConfigError(f"model: the run in {run} has not ended; resume it, or name a folder in {run}/model_weights")
     return best
 
 
@@ -248,8 +248,7 @@ def analyse(config: AnalysisConfig) -> Path:
     except OSError as error:
         raise ConfigError(f"output_dir: cannot write {error.filename or output}: {error.strerror}") from None
     _print_findings(summary)
-    debiased = training.sampling_method == "norm_test" and training.debias
-    own_test = training.sampling_method + (", debias" if debiased else "")
+    own_test = training.sampling_method + (", debias" if training.debias else "")
     last = None if model_folder is None else last_request(model_folder)
     _print_requests(requested, config.batch_size, parameters, own_test, last)
     print(f"results: {output}")
@@ -264,7 +263,12 @@ def _print_requests(
     last: int | None,
 ) -> None:
     """Print the requests at the configuration's own parameters, mark its own test, and print the run's own request."""
-    symbols = {"norm_test": "eta", "norm_test, debias": "eta", "inner_product_test": "vartheta", "orthogonality": "nu"}
+    symbols = {
+        "norm_test": "eta",
+        "norm_test, debias": "eta",
+        "inner_product_test, debias": "vartheta",
+        "orthogonality, debias": "nu",
+    }
     print(f"requests for this sample and a batch of {batch}, with the parameters of the configuration:")
     for test, value, request in requested:
         if value == parameters[symbols[test]]:

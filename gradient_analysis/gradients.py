@@ -156,8 +156,8 @@ def requests(statistics: GradientStatistics, batch: int, parameters: Mapping[str
         rows += [
             ("norm_test", eta, plain or batch),
             ("norm_test, debias", eta, debiased or batch),
-            ("inner_product_test", theta, inner or batch),
-            ("orthogonality", nu, orthogonality or batch),
+            ("inner_product_test, debias", theta, inner or batch),
+            ("orthogonality, debias", nu, orthogonality or batch),
         ]
     return rows
 

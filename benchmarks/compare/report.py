@@ -231,12 +231,31 @@ def page(results: Results) -> str:
         parts += ["## Simulated time", seconds_table(results, networks)]
     if results.runs[reference]:
         parts += [f"## Usage until the {metric} is {target(results):.2f}, which every run of {reference} reaches"]
-        parts.append(target_table(results))
+        parts += [_evaluations(results), target_table(results)]
     if results.raw["comparison"]["details"]:
         parts += ["## Details and limitations", worded(results, "details")]
     parts += ["## Origin", _origin(results)]
     parts += ["<details><summary>Settings</summary>", _settings(results), "</details>"]
     return "\n\n".join(parts) + "\n"
+
+
+def _evaluations(results: Results) -> str:
+    """Say that usage is interpolated, and for which methods between evaluations that are far apart."""
+    goal = results.sign * target(results)
+    gaps = {}
+    for name in results.methods:
+        for run in results.runs[name]:
+            tokens = run["curves"]["tokens"]
+            reached = np.flatnonzero(results.sign * np.array(run["curves"]["metric"]) <= goal)
+            if len(reached) and reached[0]:
+                gap = (tokens[reached[0]] - tokens[reached[0] - 1]) / tokens[-1]
+                gaps[name] = max(gap, gaps.get(name, 0.0))
+    coarse = {name: gap for name, gap in gaps.items() if gap > 0.2}
+    line = "Values are interpolated between evaluations."
+    if coarse:
+        line += f" They are rough with evaluations that are up to {max(coarse.values()):.0%} of the run apart: "
+        line += "; ".join(coarse) + "."
+    return line
 
 
 def write_page(results: Results, folder: Path) -> Path:

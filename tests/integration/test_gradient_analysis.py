@@ -182,8 +182,8 @@ def test_requests_on_paper():
         ("norm_test", 2.0): 2,
         ("norm_test, debias", 0.5): 45,
         ("norm_test, debias", 2.0): 3,
-        ("inner_product_test", 0.5): 10,
-        ("orthogonality", 0.5): 35,
+        ("inner_product_test, debias", 0.5): 10,
+        ("orthogonality, debias", 0.5): 35,
     }.items()
 
 
@@ -378,5 +378,5 @@ def test_a_run_without_a_final_model_is_an_error(tmp_path):
     summary = json.loads(path.read_text())
     del summary["best_model"]
     path.write_text(json.dumps(summary))
-    with pytest.raises(ConfigError, match="has no final model; name a folder in it"):
+    with pytest.raises(ConfigError, match="has not ended; resume it, or name a folder in"):
         resolve_model(AnalysisConfig(model=str(folder)))

@@ -129,7 +129,7 @@ def draw_noise_scale(axes: Axes, run: RunData, x: str) -> None:
 
     # The batch test sees these averages, not the statistics of one round.
     averaged = ", averaged over rounds" if run.config.get("statistics_smoothing") else ""
-    _draw_trainers(axes, run, x, f"Gradient noise scale{averaged}", "V / ||∇F||² (examples)", ratio)
+    _draw_trainers(axes, run, x, f"Gradient noise scale{averaged}", "V / ||G||² (examples)", ratio)
     decimal_logarithmic(axes)
 
 
