@@ -20,6 +20,8 @@ from utils.config.schema import BUDGETS
 MINIMUM_ROUNDS = 4
 # Standard deviation of the logarithm of future rounds about a law of growth: no regime lasts.
 DRIFT = 0.25
+# Multiple of the fitted rounds' examples that is predicted at most.
+FARTHEST = 10_000.0
 
 
 class NoLawError(ValueError):
@@ -127,6 +129,8 @@ class RunFit:
         total = (examples - self.examples) / self.inner_steps
         if total < 0.0:
             raise NoLawError(f"after {self.examples:,.0f} examples nothing can be predicted for {examples:,.0f}")
+        if total > FARTHEST * sum(self.batches):
+            raise NoLawError(f"a law of {len(self.batches)} rounds says nothing about {examples:.3g} examples")
         counts = [law.rounds(len(self.batches), total) for law in self.laws]
         factor = 1.0
         if total and any(law.growth for law in self.laws):
