@@ -27,12 +27,19 @@ from utils.text import merge_line
 ANALYSIS_SUMMARY = "gradient_analysis.json"
 # Seconds between two looks at the folder of a run that trains.
 _LOOK_SECONDS = 1.0
-# Columns of training_log.csv that a dashboard shows, with one series per trainer, and titles that differ from them.
-_COLUMNS = (
-    "train_loss", "validation_loss", "validation_metric", "requested_batch", "effective_batch", "micro_batch",
-    "accumulation_steps", "gradient_variance", "gradient_squared_norm", "nodes",
-)  # fmt: skip
-_TITLES = {"train_loss": "training loss", "micro_batch": "micro-batch"}
+# Column of training_log.csv: title in the dashboard, with one series per trainer.
+_TITLES = {
+    "train_loss": "training loss",
+    "validation_loss": "validation loss",
+    "validation_metric": "validation metric",
+    "requested_batch": "requested batch",
+    "effective_batch": "effective batch",
+    "micro_batch": "micro-batch",
+    "accumulation_steps": "accumulation steps",
+    "gradient_variance": "gradient variance",
+    "gradient_squared_norm": "gradient squared norm",
+    "nodes": "nodes",
+}
 
 
 def round_scalars(run: RunData, rows: Table) -> dict[str, float]:
@@ -40,8 +47,8 @@ def round_scalars(run: RunData, rows: Table) -> dict[str, float]:
     values = {}
     for row in rows:
         trainer = f"trainer {int(row['trainer_id'])}"
-        for column in _COLUMNS:
-            values[f"{_TITLES.get(column, column.replace('_', ' '))}/{trainer}"] = row[column]
+        for column, title in _TITLES.items():
+            values[f"{title}/{trainer}"] = row[column]
         values[f"tokens per second/{trainer}"] = row["round_tokens"] / row["seconds"]
     metrics = [metric for metric in rows["validation_metric"] if math.isfinite(metric)]
     if metrics:

@@ -122,8 +122,8 @@ class RunData:
         found = {}
         for step, rows in self.by_round.items():
             spent = float(rows[x][0])
-            if x == "communications":
-                spent -= step in self.merges
+            if x == "communications" and step in self.merges:
+                spent -= 1
             elif x == "bytes_communicated":
                 spent -= float(rows["bytes_merged"][0]) - bytes_before
             bytes_before = float(rows["bytes_merged"][0])
