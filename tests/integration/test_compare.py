@@ -233,7 +233,8 @@ def test_an_interrupted_comparison_leaves_no_training_process(programs, cache_di
     path.write_text(yaml.safe_dump(written))
     runs_folder = tmp_path / "runs"
     comparison = programs.start("benchmarks/compare/compare.py", path, "--runs", runs_folder, "--output", tmp_path)
-    (child,) = wait_until(psutil.Process(comparison.pid).children, "a run", comparison)
+    wait_until(lambda: [*runs_folder.glob("*/*/model_training_report/training_log.csv")], "a run", comparison)
+    (child,) = psutil.Process(comparison.pid).children()
     comparison.send_signal(signal.SIGTERM)
     printed, _ = comparison.communicate(timeout=LIMIT_SECONDS)
     psutil.wait_procs([child], timeout=LIMIT_SECONDS)
