@@ -66,8 +66,8 @@ class Runner:
             ThreadPoolExecutor(self._jobs) as pool,
             progress_bar(always=True, total=len(missing), desc=title, unit=" runs") as bar,
         ):
-            futures = {pool.submit(self._make, run): run for run in missing.values()}
             try:
+                futures = {pool.submit(self._make, run): run for run in missing.values()}
                 for future in as_completed(futures):
                     error = future.exception()
                     if error is not None:
