@@ -261,13 +261,9 @@ class Worker:
 
     # What the method's group asks of the workers (fabrics.training.worker_group.WorkerGroup)
 
-    @property
-    def _encoding(self):
-        return COMMUNICATION_DTYPES[self._config.communication_dtype] if self.workers > 1 else PLAIN
-
     def _group_links(self) -> SimpleNamespace:
         return SimpleNamespace(
-            encoding=self._encoding,
+            encoding=COMMUNICATION_DTYPES[self._config.communication_dtype],
             mean=lambda like, encoding=PLAIN, weights=None: self._links.mean(like, encoding, weights),
             messages=lambda size, takers: self._links.messages(size, takers, self._model.device),
             shared=self._shared,
@@ -467,7 +463,8 @@ class Worker:
     def _make_group(self, inner_steps: int, batches: list[int]) -> Group:
         self._events = []
         decay = self._optimizer.param_groups[0].get("weight_decay", 0.0)
-        dtype = torch.bfloat16 if self._encoding is BFLOAT16 else self._model.parameters.dtype
+        encoding = COMMUNICATION_DTYPES[self._config.communication_dtype]
+        dtype = torch.bfloat16 if encoding is BFLOAT16 else self._model.parameters.dtype
         group = Group(
             workers=self._group_links(),
             model=self._model,

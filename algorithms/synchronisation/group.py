@@ -139,7 +139,9 @@ class Group:
         self._workers = workers
 
         self._present = [worker for worker, weight in enumerate(weights) if weight]
-        self._events = events if len(self._present) > 1 else []  # a lone worker sends nothing
+        # A lone worker sends nothing.
+        self._events = [] if self.lone else events
+        self._encoding = PLAIN if self.lone else workers.encoding
 
     @property
     def lone(self) -> bool:
@@ -165,7 +167,7 @@ class Group:
             weights: of the workers that send theirs to a server, by number; None: all send, to each other.
         """
         like = self.shared["parameters"] if like is None else like
-        encoding = PLAIN if kind in ("monitor", "parameters") else self._workers.encoding
+        encoding = PLAIN if kind in ("monitor", "parameters") else self._encoding
         if like.numel() == self.shared["parameters"].numel():
             elements = self.model.parameter_count  # without the gaps between the model's tensors
         else:  # over all devices that share the model; what is monitored is on one
@@ -215,7 +217,7 @@ class Group:
             senders: the workers that send, by number; None: all.
         """
         like = self.shared["parameters"]
-        encoding = self._workers.encoding
+        encoding = self._encoding
         sent = size
         answer = sent
         if tensors:

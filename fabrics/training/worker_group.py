@@ -38,6 +38,7 @@ class WorkerGroup:
         local: the workers of this process, by number.
         shared: the trainer's tensors by name, "parameters" among them; None in a process without a worker.
         values: the method's plain numbers, the same in every process.
+        encoding: of pseudo-gradients between several workers.
         to_restart: numbers of the workers whose state is lost, which start anew when nodes are assigned again.
         merged_tensors: names of the tensors that a merge averages; the others start anew.
         parameter_bytes: of one model, without the gaps of flat tensors.
@@ -66,7 +67,7 @@ class WorkerGroup:
         self._workers = Workers()
         self._resting: frozenset[int] = frozenset()  # nodes that missed the last round's outer step
         self._weights: list[float] = []  # of the workers in the last round; empty: nothing is left to settle
-        self._encoding = COMMUNICATION_DTYPES[config.communication_dtype]
+        self.encoding = COMMUNICATION_DTYPES[config.communication_dtype]
         self._state_device = torch.device("cpu") if config.offload_outer_state else self.first_model.device
         self._describe_state()
         self.shared = None if parameters is None else self._initial_tensors(parameters)
@@ -189,11 +190,6 @@ class WorkerGroup:
         return None if provided is None else provided["parameters"]
 
     # Communication between the workers
-
-    @property
-    def encoding(self) -> Encoding:
-        """The encoding of pseudo-gradients; plain for a trainer with one worker, which sends nothing."""
-        return self._encoding if len(self) > 1 else PLAIN
 
     @property
     def outer(self) -> Outer:

@@ -258,6 +258,18 @@ def test_a_worker_that_becomes_the_only_one_applies_its_error():
     assert not trainer.workers[0].state[ERROR].any()
 
 
+@pytest.mark.parametrize("name", ["bfloat16", "int8"])
+def test_a_lone_participant_keeps_its_progress_unencoded(name):
+    trainer = trainer_of(3, communication_dtype=name, distributed_algo="LocalSGD", participants=0.3)
+    before = trainer.parameters.clone()
+    (report,) = train(trainer, 1)
+    (participant,) = report.workers
+    moved = trainer.workers[participant].model.parameters.data  # the buffer holds x - x_m
+    torch.testing.assert_close(before - trainer.parameters, moved, rtol=1e-12, atol=1e-14)
+    assert not any(worker.state[ERROR].any() for worker in trainer.workers.values() if ERROR in worker.state)
+    assert report.bytes_synchronised == 0
+
+
 def test_a_new_worker_has_the_first_ones_moments_and_no_error():
     values = {"number_of_initial_trainers": 2, "nodes_per_gpu": 4, "merge_frequency": 1}
     cluster = light_cluster(communication_dtype="int8", **values)
