@@ -65,7 +65,7 @@ class AdaptiveBatch:
         debias: divide by an unbiased estimate of the squared norm of the gradient.
         smoothing: weight of the past in the average of the statistics over rounds.
         confidence: standard errors by which the test's answer is lowered.
-        largest_growth: factor per round; None: no bound.
+        max_batch_growth: factor per round; None: no bound.
         first_round: the first round with a test, counted from 1.
         sample: examples of the statistics if an inner step of a worker has fewer.
         switch_mode: when a batch above max_micro_batch is accumulated.
@@ -81,7 +81,7 @@ class AdaptiveBatch:
     debias: bool = False
     smoothing: float = 0.0
     confidence: float = 0.0
-    largest_growth: float | None = None
+    max_batch_growth: float | None = None
     first_round: int = 1
     sample: int = 8
     switch_mode: str = "threshold_switch_mode"
@@ -661,7 +661,6 @@ _KEYS = {
     "theta": "vartheta",
     "smoothing": "statistics_smoothing",
     "confidence": "batch_test_confidence",
-    "largest_growth": "max_batch_growth",
     "first_round": "batch_test_start",
     "sample": "statistics_batch_size",
 }

@@ -144,19 +144,19 @@ BATCH_TESTS: Registry[BatchTest | None] = Registry(
 NEED_INNER_PRODUCTS = ("inner_product_test", "augmented_inner_product_test")
 
 
-def bounded_request(current: int, answer: int | None, max_growth: float | None, max_request: int) -> int:
+def bounded_request(current: int, answer: int | None, max_batch_growth: float | None, max_request: int) -> int:
     """Return the next requested batch: never below the current one, and growing within the configured bounds.
 
     Args:
         answer: of the batch test; None: the request stays.
-        max_growth: largest factor per round, at least 1; None: no bound. A request of 1 may still become 2.
+        max_batch_growth: largest factor per round, at least 1; None: no bound. A request of 1 may still become 2.
         max_request: largest request ever; a current request above it stays.
     """
     if answer is None:
         return current
-    if max_growth is not None:
-        smallest_growth = 1 if max_growth > 1.0 else 0
-        answer = min(answer, max(math.floor(current * max_growth), current + smallest_growth))
+    if max_batch_growth is not None:
+        smallest_growth = 1 if max_batch_growth > 1.0 else 0
+        answer = min(answer, max(math.floor(current * max_batch_growth), current + smallest_growth))
     return max(current, min(answer, max_request))
 
 
@@ -169,7 +169,7 @@ class BatchControlSettings:
         eta_at_end: eta at the end of the run; None: constant.
         first_round: the first round with a test, counted from 1; before it the request stays.
         smoothing: weight of the past in the average of the statistics over rounds.
-        largest_growth: factor per round; None: no bound.
+        max_batch_growth: factor per round; None: no bound.
         frozen_from: share of the run after which no test changes the request. A falling learning rate makes the noise
             scale rise, and then steps are worth more than larger batches. 0: the statistics are only measured.
     """
@@ -179,7 +179,7 @@ class BatchControlSettings:
     eta_at_end: float | None
     first_round: int
     smoothing: float
-    largest_growth: float | None
+    max_batch_growth: float | None
     schedule: BatchSchedule | None = None
     frozen_from: float = 1.0
 
@@ -254,7 +254,7 @@ class BatchControl:
         answer = self._test(statistics, parameters, effective_batch)
         if not (answer is None or (isinstance(answer, Real) and not math.isnan(answer))):
             raise TypeError(f"sampling_method: {settings.test} must give a number of examples or None, got {answer!r}")
-        self.requested_batch = bounded_request(self.requested_batch, answer, settings.largest_growth, largest_request)
+        self.requested_batch = bounded_request(self.requested_batch, answer, settings.max_batch_growth, largest_request)
         return statistics, None
 
     def state_dict(self) -> dict:

@@ -62,7 +62,7 @@ def batch_control(config: Config) -> BatchControl:
         eta_at_end=config.ETA_at_end,
         first_round=config.batch_test_start,
         smoothing=config.statistics_smoothing,
-        largest_growth=config.max_batch_growth,
+        max_batch_growth=config.max_batch_growth,
         schedule=batch_schedule(config),
         frozen_from=0.0 if config.objective == "time" else learning_rate_schedule(config).decay_begins,
     )

@@ -28,7 +28,7 @@ SETTINGS = BatchControlSettings(
     eta_at_end=None,
     first_round=1,
     smoothing=0.0,
-    largest_growth=1e6,
+    max_batch_growth=1e6,
 )
 
 
@@ -65,7 +65,7 @@ def test_a_gradient_that_is_not_to_be_seen_still_has_an_upper_bound():
 
 
 def test_a_request_never_shrinks_and_keeps_its_bounds():
-    own = control(largest_growth=1.5)
+    own = control(max_batch_growth=1.5)
     requests = []
     for squared_norm in (2.0, 100.0, 0.5, 0.5, 0.5):
         conclude(own, sample(squared_norm, 0.0), largest=11)
@@ -165,7 +165,7 @@ def last_request(
     """Return the request of one trainer, which starts with 8, after n rounds of the norm test."""
     variances = noise_scale * weights / weights.sum()
     generator = np.random.default_rng(seed)
-    own = control(8, first_round=3, smoothing=0.9, confidence=confidence, largest_growth=2.0)
+    own = control(8, first_round=3, smoothing=0.9, confidence=confidence, max_batch_growth=2.0)
     for round_number in range(3, rounds + 1):
         plan = threshold_switch_mode(-(-own.requested_batch // workers), max_batch)
         batches = [plan.effective_batch] if plan.effective_batch > 1 else []
