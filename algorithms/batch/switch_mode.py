@@ -1,7 +1,7 @@
-"""Switch mode: from a worker's requested batch to the micro-batches of one inner step (AdLoCo, section 3).
+"""Switch mode: from a worker's batch to the micro-batches of one inner step (AdLoCo, section 3).
 
-A plan that accumulates runs exactly the request, in near-equal parts: 17 with a max batch of 8 is (6, 6, 5). The two
-cases in which the paper asks for less than was requested run less.
+A worker's batch is its part of the requested batch. A plan that accumulates runs exactly this batch, in near-equal
+parts: 17 with a max batch of 8 is (6, 6, 5). In the two cases in which the paper runs less, a plan does so, too.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,40 +32,36 @@ class ExecutionPlan:
         return len(self.micro_batches)
 
 
-def _near_equal_parts(request: int, max_batch: int) -> ExecutionPlan:
-    parts = -(-request // max_batch)
-    size, larger = divmod(request, parts)
-    return ExecutionPlan((size + 1,) * larger + (size,) * (parts - larger))
-
-
 def in_parts(plan: ExecutionPlan, parts: int) -> ExecutionPlan:
     """Return a plan of the same examples in at least this number of near-equal micro-batches, if there are enough."""
     if plan.accumulation_steps >= min(parts, plan.effective_batch):
         return plan
-    return _near_equal_parts(plan.effective_batch, -(-plan.effective_batch // parts))
+    return only_gradient_accumulation(plan.effective_batch, -(-plan.effective_batch // parts))
 
 
-def only_data_loader(request: int, max_batch: int, multiplier: int = 2) -> ExecutionPlan:
-    """One micro-batch, never more than fits: min(request, max_batch)."""
-    return ExecutionPlan((min(request, max_batch),))
+def only_data_loader(worker_batch: int, max_batch: int, multiplier: int = 2) -> ExecutionPlan:
+    """One micro-batch, never more than fits: min(worker_batch, max_batch)."""
+    return ExecutionPlan((min(worker_batch, max_batch),))
 
 
-def only_gradient_accumulation(request: int, max_batch: int, multiplier: int = 2) -> ExecutionPlan:
-    """Exactly `request` examples, in ceil(request / max_batch) near-equal micro-batches."""
-    return _near_equal_parts(request, max_batch)
+def only_gradient_accumulation(worker_batch: int, max_batch: int, multiplier: int = 2) -> ExecutionPlan:
+    """Exactly `worker_batch` examples, in ceil(worker_batch / max_batch) near-equal micro-batches."""
+    parts = -(-worker_batch // max_batch)
+    size, larger = divmod(worker_batch, parts)
+    return ExecutionPlan((size + 1,) * larger + (size,) * (parts - larger))
 
 
-def threshold_switch_mode(request: int, max_batch: int, multiplier: int = 2) -> ExecutionPlan:
-    """The paper's switch: accumulate only if the request exceeds `multiplier` times what fits.
+def threshold_switch_mode(worker_batch: int, max_batch: int, multiplier: int = 2) -> ExecutionPlan:
+    """The paper's switch: accumulate only if the worker's batch exceeds `multiplier` times what fits.
 
-    Between max_batch and multiplier * max_batch one full micro-batch is run, which is less than requested.
+    Between max_batch and multiplier * max_batch one full micro-batch is run, which is less than the worker's batch.
     """
-    if request <= multiplier * max_batch:
-        return only_data_loader(request, max_batch)
-    return _near_equal_parts(request, max_batch)
+    if worker_batch <= multiplier * max_batch:
+        return only_data_loader(worker_batch, max_batch)
+    return only_gradient_accumulation(worker_batch, max_batch)
 
 
-# The values of switch_mode: from a worker's request, its max batch and the multiplier to a plan.
+# The values of switch_mode: from a worker's batch, its max batch and the multiplier to a plan.
 SwitchMode = Callable[[int, int, int], ExecutionPlan]
 SWITCH_MODES: Registry[SwitchMode] = Registry(
     {
@@ -77,16 +73,16 @@ SWITCH_MODES: Registry[SwitchMode] = Registry(
 
 
 def execution_plans(
-    mode: str, request: int, max_batches: Sequence[int], multiplier: int, speeds: Sequence[float] | None = None
+    mode: str, requested_batch: int, max_batches: Sequence[int], multiplier: int, speeds: Sequence[float] | None = None
 ) -> list[ExecutionPlan]:
-    """Return each worker's plan for a trainer's request: ceil(B / M) examples through the switch mode.
+    """Return each worker's plan for a trainer's requested batch: ceil(B / M) examples through the switch mode.
 
     Args:
-        request: B, in examples over all M workers.
+        requested_batch: B, in examples over all M workers.
         speeds: of each worker's node, if the same M ceil(B / M) examples are distributed in proportion to them.
     """
     workers = len(max_batches)
-    each = -(-request // workers)
+    each = -(-requested_batch // workers)
     shares = [each] * workers if speeds is None else batch_shares(workers * each, tuple(speeds))
     switch = SWITCH_MODES[mode]
     return [switch(share, max_batch, multiplier) for share, max_batch in zip(shares, max_batches, strict=True)]

@@ -89,7 +89,7 @@ class WorkSplit:
     def __init__(
         self,
         config: Config,
-        request: int,
+        requested_batch: int,
         nodes: Sequence[Node],
         participants: Sequence[int],
         readings: Sequence[Reading],
@@ -107,7 +107,7 @@ class WorkSplit:
         self.speeds = dict(zip(participants, own, strict=True))
         plans = execution_plans(
             config.switch_mode,
-            request,
+            requested_batch,
             [nodes[worker].max_batch for worker in participants],
             config.switch_multiplier,
             own if config.balance == "batch" else None,

@@ -14,7 +14,7 @@ from algorithms.batch.switch_mode import (
 
 
 @pytest.mark.parametrize(
-    ("request_", "threshold", "accumulation", "data_loader"),
+    ("worker_batch", "threshold", "accumulation", "data_loader"),
     [
         (1, (1,), (1,), (1,)),
         (8, (8,), (8,), (8,)),
@@ -25,10 +25,10 @@ from algorithms.batch.switch_mode import (
         (64, (8,) * 8, (8,) * 8, (8,)),
     ],
 )
-def test_plans_for_a_max_batch_of_8(request_, threshold, accumulation, data_loader):
-    assert threshold_switch_mode(request_, 8).micro_batches == threshold
-    assert only_gradient_accumulation(request_, 8).micro_batches == accumulation
-    assert only_data_loader(request_, 8).micro_batches == data_loader
+def test_plans_for_a_max_batch_of_8(worker_batch, threshold, accumulation, data_loader):
+    assert threshold_switch_mode(worker_batch, 8).micro_batches == threshold
+    assert only_gradient_accumulation(worker_batch, 8).micro_batches == accumulation
+    assert only_data_loader(worker_batch, 8).micro_batches == data_loader
 
 
 @pytest.mark.parametrize(("multiplier", "expected"), [(1, (5, 4)), (2, (8,)), (3, (8,))])
@@ -37,16 +37,16 @@ def test_the_multiplier_moves_the_threshold(multiplier, expected):
 
 
 @given(st.integers(1, 5000), st.integers(1, 300), st.integers(1, 4))
-def test_a_plan_fits_and_runs_exactly_what_is_requested_when_it_accumulates(request_, max_batch, multiplier):
+def test_a_plan_fits_and_runs_exactly_what_is_requested_when_it_accumulates(worker_batch, max_batch, multiplier):
     for mode in SWITCH_MODES.values():
-        plan = mode(request_, max_batch, multiplier)
+        plan = mode(worker_batch, max_batch, multiplier)
         assert 1 <= min(plan.micro_batches) <= max(plan.micro_batches) <= max_batch
         assert max(plan.micro_batches) - min(plan.micro_batches) <= 1
         if plan.accumulation_steps > 1:
-            assert plan.effective_batch == request_
-            assert plan.accumulation_steps == -(-request_ // max_batch)
+            assert plan.effective_batch == worker_batch
+            assert plan.accumulation_steps == -(-worker_batch // max_batch)
         else:
-            assert plan.effective_batch == min(request_, max_batch)
+            assert plan.effective_batch == min(worker_batch, max_batch)
 
 
 @pytest.mark.parametrize("sizes", [(), (4, 0), (-1,)])

@@ -207,7 +207,7 @@ class Computation(Section):
     )
     switch_mode: str = key("threshold_switch_mode", "Rule by which a step accumulates gradients over micro-batches.")
     switch_multiplier: PositiveInt = key(
-        2, "threshold_switch_mode accumulates if the requested batch exceeds this multiple of the max batch."
+        2, "threshold_switch_mode accumulates if a worker's batch exceeds this multiple of the max batch."
     )
     max_batch_size: PositiveInt | None = key(
         None, "Largest micro-batch, in examples; null: measured from the device's memory."
