@@ -33,7 +33,7 @@ from fabrics.pool.run_checks import check_model, check_statistics
 from fabrics.pool.time_controller import plan_round, with_best_method
 from fabrics.training.work_split import WorkSplit
 from fabrics.training.worker import Node, TrainingError
-from trainers import TrainedRound, Trainer, first_trainers
+from trainers import TrainedPart, Trainer, first_trainers
 from training_logs.recording.memory_monitor import Use, memory_use
 from training_logs.recording.records import ClusterRound, Observer, RoundReport
 from utils.checkpoint.checkpoint import Checkpoint, check_state
@@ -54,7 +54,7 @@ class LocalEvaluation(NamedTuple):
 class ProcessReport(NamedTuple):
     """A process's message to all others, once per round."""
 
-    trained: dict[int, TrainedRound]  # by trainer
+    trained: dict[int, TrainedPart]  # by trainer
     evaluated: LocalEvaluation
     memory: list[Use]
     vote: Vote
@@ -280,7 +280,7 @@ class Cluster:
 
     def _train(
         self, splits: Mapping[int, WorkSplit], schedule: RoundSchedule, on_step: Callable[[], None]
-    ) -> dict[int, TrainedRound]:
+    ) -> dict[int, TrainedPart]:
         trained = {}
         for trainer in self.trainers.values():
             result = trainer.train_round(splits[trainer.id], schedule, on_step)
@@ -308,7 +308,7 @@ class Cluster:
         reports = {}
         for trainer in self.trainers.values():
             parts = [process.trained[trainer.id] for process in processes if trainer.id in process.trained]
-            reports[trainer.id] = trainer.conclude_round(splits[trainer.id], schedule, TrainedRound.join(parts))
+            reports[trainer.id] = trainer.conclude_round(splits[trainer.id], schedule, parts)
         counters = self.counters
         counters.outer_steps += 1
         if len(self.nodes) > 1 and sum(len(report.workers) for report in reports.values()) == 1:

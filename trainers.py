@@ -30,20 +30,13 @@ from utils.distributed.processes import Processes
 
 
 @dataclass(frozen=True)
-class TrainedRound:
+class TrainedPart:
     """One process's part of a trainer's round; events and values are the same in every process."""
 
     records: dict[int, WorkerRound]  # the participants of the process, by number
     events: tuple[Event, ...]
     values: dict[str, float]  # of the method
     seconds: float
-
-    @classmethod
-    def join(cls, parts: Sequence["TrainedRound"]) -> "TrainedRound":
-        """Return the whole round; parts: of all processes that have a worker of the trainer."""
-        records = {index: record for part in parts for index, record in part.records.items()}
-        seconds = max(part.seconds for part in parts)
-        return cls(dict(sorted(records.items())), parts[0].events, parts[0].values, seconds)
 
 
 class Trainer:
@@ -122,9 +115,7 @@ class Trainer:
             self.worker_group.active_steps if self.worker_group.fewer_steps else None,
         )
 
-    def train_round(
-        self, split: WorkSplit, schedule: RoundSchedule, on_step: Callable[[], None]
-    ) -> TrainedRound | None:
+    def train_round(self, split: WorkSplit, schedule: RoundSchedule, on_step: Callable[[], None]) -> TrainedPart | None:
         """Run the inner steps of this process's workers and the outer step (AdLoCo, section 3, steps 1 to 5).
 
         Workers whose parameters are no longer finite, or whose node failed, are left out of the mean. If all are, the
@@ -149,11 +140,14 @@ class Trainer:
         if sent:
             sent_each = sent / worker_count
             outer_round.events.append(Event("statistics", schedule.inner_steps, sent_each, sent_each))
-        return TrainedRound(records, tuple(outer_round.events), outer_round.group.values, time.perf_counter() - started)
+        return TrainedPart(records, tuple(outer_round.events), outer_round.group.values, time.perf_counter() - started)
 
-    def conclude_round(self, split: WorkSplit, schedule: RoundSchedule, trained: TrainedRound) -> RoundReport:
-        """Turn the statistics into the next requested batch, and move on in the data (AdLoCo, section 3, step 6)."""
-        records = trained.records
+    def conclude_round(self, split: WorkSplit, schedule: RoundSchedule, parts: Sequence[TrainedPart]) -> RoundReport:
+        """Turn the statistics into the next requested batch, and move on in the data (AdLoCo, section 3, step 6).
+
+        parts: of all processes that have a worker of the trainer.
+        """
+        records = dict(sorted(item for part in parts for item in part.records.items()))
         requested = self.requested_batch
         warnings = self._warnings(records)
         all_left_out = all(record.left_out for record in records.values())
@@ -176,7 +170,7 @@ class Trainer:
         self.inner_steps_done += schedule.inner_steps
         self.tokens_done += tokens
         self.rounds += 1
-        self.worker_group.end_round(records, trained.values)
+        self.worker_group.end_round(records, parts[0].values)
         return RoundReport(
             trainer=self.id,
             requested_batch=requested,
@@ -186,8 +180,8 @@ class Trainer:
             inner_steps=schedule.inner_steps,
             examples=sum(examples),
             tokens=tokens,
-            events=trained.events,
-            seconds=trained.seconds,
+            events=parts[0].events,
+            seconds=max(part.seconds for part in parts),
             warnings=(*warnings, *filter(None, (problem, doubt))),
         )
 

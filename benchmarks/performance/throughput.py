@@ -182,7 +182,7 @@ def whole_round(trainer: Trainer, schedule: RoundSchedule) -> None:
     """Run a whole round of a trainer, without evaluation."""
     split = trainer.split_work()
     trained = trainer.train_round(split, schedule, lambda: None)
-    trainer.conclude_round(split, schedule, trained)
+    trainer.conclude_round(split, schedule, [trained])
 
 
 def step_speeds(config: Config, repeats: int, clock: Callable[[], float] = time.perf_counter) -> dict:

@@ -175,7 +175,7 @@ def test_the_learning_rate_follows_warm_up_and_schedule():
     assert first_round.records[0].learning_rates == pytest.approx(
         [0.1 * 0.25, 0.1 * 0.5 * 0.5 * (1 + np.cos(np.pi / 4))]
     )
-    trainer.conclude_round(split, RoundSchedule(2, 0.0, 0.5), first_round)
+    trainer.conclude_round(split, RoundSchedule(2, 0.0, 0.5), [first_round])
     trainer.batch_control.requested_batch = 8
     second_round = trainer.train_round(trainer.split_work(), RoundSchedule(2, 0.5, 1.0), lambda: None)
     second = second_round.records[0].learning_rates
@@ -197,7 +197,7 @@ def test_seesaw_doubles_the_batch_and_divides_the_learning_rate_by_the_root_of_t
         split = trainer.split_work()
         trained = trainer.train_round(split, schedule, lambda: None)
         rates.append((trainer.requested_batch, *trained.records[0].learning_rates))
-        trainer.conclude_round(split, schedule, trained)
+        trainer.conclude_round(split, schedule, [trained])
     assert rates == [(2, 0.1, 0.1), (4, *[pytest.approx(0.1 / np.sqrt(2))] * 2)]
 
 

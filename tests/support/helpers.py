@@ -148,7 +148,7 @@ def train(trainer: Trainer, rounds: int, inner_steps: int = 3) -> list:
         trainer.assign_nodes(trainer.nodes)
         split = trainer.split_work()
         trained = trainer.train_round(split, schedule, lambda: None)
-        reports.append(trainer.conclude_round(split, schedule, trained))
+        reports.append(trainer.conclude_round(split, schedule, [trained]))
     return reports
 
 

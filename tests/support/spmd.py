@@ -35,7 +35,6 @@ from tests.support.helpers import (
     random_sequences,
     tiny_data,
 )
-from trainers import TrainedRound
 from utils.config.schema import Config
 from utils.distributed.processes import Processes, join_processes
 from utils.distributed.reductions import Transport
@@ -248,7 +247,7 @@ def bytes_of_a_method(name: str, processes: Processes) -> dict:
         for _ in range(3):
             split = trainer.split_work()
             parts = processes.gather(trainer.train_round(split, schedule, lambda: None))
-            events += trainer.conclude_round(split, schedule, TrainedRound.join(parts)).events
+            events += trainer.conclude_round(split, schedule, parts).events
     return {
         "sent": sum(processes.gather(wire.sent)),
         "counted": sum(event.sent for event in events) * len(nodes),
