@@ -23,27 +23,24 @@ class NodeLog:
         self.csv = CsvLog(folder / "node_log.csv", state and state["log"])
         self._config = config
         self._clock: RunClock | None = None
-        # By node: the end of its last row.
-        self._marks: list[Mark] = []
         if state and state["clock"]:
-            self._marks = [tuple(mark) for mark in state["marks"]]
-            self._clock = RunClock(config, len(self._marks))
+            self._clock = RunClock(config, len(state["clock"]["clocks"]["ready"]))
             self._clock.load_state_dict(state["clock"])
 
     def state_dict(self) -> dict:
-        return {
-            "log": self.csv.state_dict(),
-            "clock": self._clock and self._clock.state_dict(),
-            "marks": self._marks,
-        }
+        return {"log": self.csv.state_dict(), "clock": self._clock and self._clock.state_dict()}
 
     def summary(self) -> dict[str, float | None]:
-        """Return the simulated seconds of the run, and the shares of time in which nodes wait and are idle."""
-        clocks = self._clock and self._clock.clocks
+        """Return the simulated seconds of the run, and the shares of time in which nodes wait and are idle.
+
+        The shares count from where a resume last changed the number of nodes.
+        """
+        if self._clock is None:
+            return dict.fromkeys(("simulated_seconds", "waiting_share", "idle_share"))
         return {
-            "simulated_seconds": clocks.elapsed if clocks is not None and self._config.node_speeds else None,
-            "waiting_share": None if clocks is None else clocks.waiting_share,
-            "idle_share": None if clocks is None else clocks.idle_share,
+            "simulated_seconds": self._clock.elapsed if self._config.node_speeds else None,
+            "waiting_share": self._clock.clocks.waiting_share,
+            "idle_share": self._clock.clocks.idle_share,
         }
 
     def log(self, nodes: int, result: ClusterRound) -> None:
@@ -52,10 +49,8 @@ class NodeLog:
         Raises:
             OSError: the rows could not be written, and wait for the next round.
         """
-        if len(self._marks) != nodes:  # the run begins, or was resumed with another number of nodes
-            self._clock = RunClock(self._config, nodes)
-            self._marks = [(0.0, 0.0, 0.0, 0.0)] * nodes
-        clock = self._clock
+        clock = self._clock_of(nodes)
+        marks = [self._mark(node) for node in range(nodes)]
         reports = result.reports.values()
         clock.begin_round({report.trainer: report.computing for report in reports}, result.counters.bytes_redistributed)
         rows = []
@@ -64,19 +59,26 @@ class NodeLog:
         for report in reports:
             clock.run(report.trainer, report.inner_steps, report.events)
             for index, worker in report.workers.items():
-                begin = self._marks[worker.node]
+                begin = marks[worker.node]
+                marks[worker.node] = self._mark(worker.node)
                 row = self._row(result.outer_step, report.trainer, index, worker)
-                row |= self._times(begin, worker.node)
+                row |= _times(begin, marks[worker.node])
                 rows.append(row)
                 last[worker.node] = (row, begin)
-                self._marks[worker.node] = self._mark(worker.node)
         clock.end_round()
         if result.merge is not None:
             clock.merge(len(result.merge.weights) - 1, result.merge.representative, result.merge_bytes)
         for node, (row, begin) in last.items():  # with its wait for the other trainers, and the merge
-            row |= self._times(begin, node)
-        self._marks = [self._mark(node) for node in range(nodes)]
+            row |= _times(begin, self._mark(node))
         self.csv.append(rows)
+
+    def _clock_of(self, nodes: int) -> RunClock:
+        before = self._clock
+        if before is None or len(before.clocks.spent) != nodes:
+            self._clock = RunClock(self._config, nodes)
+            if before is not None:  # the run was resumed with another number of nodes
+                self._clock.load_state_dict(before.state_dict())
+        return self._clock
 
     def _row(self, outer_step: int, trainer: int, index: int, worker: WorkerRound) -> dict:
         """Return a row without the times of the clock.
@@ -99,13 +101,15 @@ class NodeLog:
             "seconds": worker.seconds,
         }
 
-    def _times(self, begin: Mark, node: int) -> dict:
-        """Return the clock's times of a row that begins at a mark and ends now."""
-        begins, *spent_before = begin
-        ends, *spent = self._mark(node)
-        busy, waiting, exchanging = (now - before for now, before in zip(spent, spent_before, strict=True))
-        return {"begins": begins, "busy": busy, "waiting": waiting, "exchanging": exchanging, "ends": ends}
-
     def _mark(self, node: int) -> Mark:
-        spent = self._clock.clocks.spent[node]
-        return self._clock.clocks.ready(node), spent.busy, spent.waiting, spent.exchanging
+        clocks = self._clock.clocks
+        before = self._clock.elapsed - clocks.elapsed  # on clocks of another number of nodes
+        spent = clocks.spent[node]
+        return before + clocks.ready(node), spent.busy, spent.waiting, spent.exchanging
+
+
+def _times(begin: Mark, end: Mark) -> dict:
+    begins, *spent_before = begin
+    ends, *spent = end
+    busy, waiting, exchanging = (now - before for now, before in zip(spent, spent_before, strict=True))
+    return {"begins": begins, "busy": busy, "waiting": waiting, "exchanging": exchanging, "ends": ends}
