@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from training_logs.showing.plots import plot_run
 from training_logs.showing.report import headline, page, picture, setting, table, write_report
 from training_logs.showing.run_data import RunData, RunFolderError, damage_reported, read_run
-from training_logs.showing.styles import OVER, colour, decimal_logarithmic, draw_line, label_axes, make_figure
+from training_logs.showing.styles import OVER, colour, decimal_logarithmic, draw_line, label_axes, literal, make_figure
 from utils.files import path_argument, write_atomically, write_text_atomically
 
 # Keys without influence on results.
@@ -66,12 +66,10 @@ def draw_comparison(runs: Sequence[RunData]) -> Figure:
     for place, (metric, x) in zip(axes, panels, strict=True):
         for index, (run, name) in enumerate(zip(runs, _names(runs), strict=True)):
             if run.metric.name == metric:
-                # matplotlib takes $ for mathematics, and leaves a label that begins with _ out of the legend.
-                label = " " + name.replace("$", r"\$")
                 usage, values = run.best_metrics(x)
                 if x == "wall_seconds":
                     usage = usage - (run.summary.get("startup_seconds") or 0.0)
-                draw_line(place, usage, values, color=colour(index), label=label)
+                draw_line(place, usage, values, color=colour(index), label=literal(name))
         if metric == "perplexity":
             decimal_logarithmic(place)
         usage_label = OVER[x]

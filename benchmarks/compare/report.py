@@ -3,6 +3,7 @@
 Numbers are means over seeds with the sample's standard deviation.
 """
 
+import itertools
 import math
 import re
 import statistics
@@ -19,7 +20,7 @@ from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, MaxNLocat
 
 from benchmarks.compare.results import TOLERANCE, Results, mean_curve, used_until
 from benchmarks.compare.spec import COMPARISONS
-from training_logs.showing.styles import make_figure
+from training_logs.showing.styles import literal, make_figure
 from utils.files import write_atomically, write_text_atomically
 from utils.text import byte_size
 
@@ -59,8 +60,8 @@ def _millions(count: float) -> str:
 
 
 def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = ["| " + " | ".join(columns) + " |", "|" + " --- |" * len(columns)]
-    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])
+    head, *lines = (" | ".join(cell.replace("|", r"\|") for cell in row) for row in (columns, *rows))
+    return "\n".join([f"| {head} |", "|" + " --- |" * len(columns), *(f"| {line} |" for line in lines)])
 
 
 def token_range(results: Results) -> tuple[float, float] | None:
@@ -143,9 +144,9 @@ def final_table(results: Results) -> str:
 
 
 def _extreme_networks(results: Results) -> dict[str, str]:
-    """Return axis and label of the simulated time with the fastest and with the slowest network."""
+    """Return axis and label of the simulated time with the first and with the last network."""
     networks = list(results.seconds.items())
-    return dict(networks[:1] + networks[1:][-1:])
+    return dict(networks[:1] + networks[-1:])
 
 
 def _figure_axes(results: Results) -> dict[str, str]:
@@ -320,10 +321,10 @@ def _styles(results: Results) -> dict[str, dict[str, Any]]:
             groups.setdefault(re.split("[,:]", name)[0], []).append(name)
     # A curve with the same values stays visible on top of the wide one.
     styles = {results.reference: {"color": "0.6", "ls": "-", "marker": "o", "lw": 5.0, "zorder": 1.5}}
-    for colour, names in zip(colours, groups.values(), strict=False):
+    for colour, names in zip(itertools.cycle(colours), groups.values(), strict=False):
         for number, name in enumerate(names):
-            styles[name] = {"color": colour, "ls": _LINES[number % 8], "lw": 1.5}
-            styles[name]["marker"] = "os^DvP<>X*p"[number % 11]
+            marker = "os^DvP<>X*p"[number % 11]
+            styles[name] = {"color": colour, "ls": _LINES[number % 8], "lw": 1.5, "marker": marker}
     return styles
 
 
@@ -345,14 +346,14 @@ def _scale_usage(axis: Axis, label: str, low: float, high: float, wide: bool) ->
         axis.set_minor_formatter(NullFormatter())
     thousands = EngFormatter(sep="")
     axis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:g}" if abs(x) < 1.0 else thousands(x)))
-    axis.set_label_text(label)
+    axis.set_label_text(literal(label))
 
 
 def _scale_metric(axis: Axis, label: str) -> None:
     axis.set_major_locator(MaxNLocator(8, steps=[1, 2, 5, 10]))
     axis.set_major_formatter(FuncFormatter("{0:.3g}".format))
     axis.set_minor_formatter(NullFormatter())
-    axis.set_label_text(label)
+    axis.set_label_text(literal(label))
 
 
 def _completed(results: Results) -> list[str]:
@@ -398,12 +399,11 @@ def draw_curves(results: Results) -> Figure:
     for axes, (axis, label) in zip(panels, labels.items(), strict=True):
         entries = []
         for name in names:
-            xs, values = mean_curve(results.runs[name], axis)
-            mean = np.exp(np.log(values).mean(0))
+            xs, mean, values = mean_curve(results.runs[name], axis, results.sign)
             entries.append(_entry(xs, mean, highest))
             if len(names) <= _METHODS_WITH_RANGES:
                 axes.fill_between(xs, values.min(0), values.max(0), color=styles[name]["color"], alpha=0.1, lw=0)
-            axes.plot(xs, mean, label=results.labelled(name), markevery=[len(xs) - 1], ms=6, **styles[name])
+            axes.plot(xs, mean, label=literal(results.labelled(name)), markevery=[len(xs) - 1], ms=6, **styles[name])
         if results.sign > 0:
             axes.set_yscale("log")
             axes.set_ylim(0.97 * lowest, highest)
@@ -438,7 +438,7 @@ def draw_ends(results: Results) -> Figure:
         _scale_usage(axes.xaxis, label.replace(", ", ",\n"), min(used), max(used), wide=False)
     for number, axes in enumerate(panels):
         axes.set_ylim(len(names) - 0.5, -0.5)
-        axes.set_yticks(rows, [results.labelled(name) for name in names] if number == 0 else [])
+        axes.set_yticks(rows, [literal(results.labelled(name)) for name in names] if number == 0 else [])
         axes.tick_params(axis="y", length=0)
         axes.grid(True, axis="x", which="both", alpha=0.25)
         for row in rows:

@@ -161,30 +161,40 @@ class Results:
         return verdict
 
 
+def _scaled(metric: Sequence[float], sign: int) -> np.ndarray:
+    """Return the metric on the scale on which it is interpolated: a perplexity's logarithm, an accuracy itself."""
+    return np.log(metric) if sign > 0 else np.asarray(metric)
+
+
 def used_until(run: Mapping[str, Any], axis: str, target: float, sign: int = 1) -> float | None:
     """Return what a run has used when its metric first reaches the target; None if it never does.
 
-    Between two evaluations the logarithm of the metric is interpolated linearly.
+    Between two evaluations the metric is interpolated linearly, or its logarithm if a smaller metric is better.
     """
     xs = run["curves"][axis]
-    logs = np.log(run["curves"]["metric"])
-    goal = math.log(target)
-    for index, value in enumerate(logs):
+    *values, goal = _scaled([*run["curves"]["metric"], target], sign)
+    for index, value in enumerate(values):
         if sign * (value - goal) <= 0:
             if index == 0:
                 return xs[0]
-            share = (logs[index - 1] - goal) / (logs[index - 1] - value)
+            share = (values[index - 1] - goal) / (values[index - 1] - value)
             return xs[index - 1] + share * (xs[index] - xs[index - 1])
     return None
 
 
-def mean_curve(runs: Sequence[Mapping[str, Any]], axis: str, points: int = 200) -> tuple[np.ndarray, np.ndarray]:
-    """Return mean usage [points] and metric [runs, points] of runs, at equal fractions of their tokens."""
+def mean_curve(
+    runs: Sequence[Mapping[str, Any]], axis: str, sign: int = 1, points: int = 200
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return mean usage [points], mean metric [points] and metric [runs, points], at equal fractions of the tokens.
+
+    The metric is interpolated as in `used_until`, and its mean is that of the interpolated values.
+    """
     fractions = np.linspace(0.0, 1.0, points)
     used = []
-    metrics = []
+    values = []
     for run in runs:
         tokens = np.asarray(run["curves"]["tokens"])
         used.append(np.interp(fractions * tokens[-1], tokens, run["curves"][axis]))
-        metrics.append(np.exp(np.interp(fractions * tokens[-1], tokens, np.log(run["curves"]["metric"]))))
-    return np.mean(used, axis=0), np.array(metrics)
+        values.append(np.interp(fractions * tokens[-1], tokens, _scaled(run["curves"]["metric"], sign)))
+    unscaled = np.exp if sign > 0 else np.asarray
+    return np.mean(used, axis=0), unscaled(np.mean(values, axis=0)), unscaled(values)

@@ -16,7 +16,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 from benchmarks.compare import runs
 from benchmarks.compare.compare import carry_out, main, recorded_outcomes
-from benchmarks.compare.report import draw_curves, draw_ends, page
+from benchmarks.compare.report import draw_curves, draw_ends, page, write_page
 from benchmarks.compare.results import Results
 from benchmarks.compare.runs import ComparisonError, Runner
 from benchmarks.compare.spec import ROOT, ComparisonSpec, Run, load_spec, make_run
@@ -252,6 +252,30 @@ def test_figures_show_every_method():
     assert [text.get_text() for text in ends.axes[0].get_yticklabels()] == completed
     for figure in (curves, ends):
         assert len(figure.axes) == 4
+
+
+def test_names_with_characters_of_matplotlib_and_markdown_are_shown_as_they_are(tmp_path):
+    raw = json.loads((ROOT / "docs" / "results" / "pool.json").read_text(encoding="utf-8"))
+    names = {}
+    for method, name in zip(raw["comparison"]["methods"][1:], ("_draft", r"for $5 to \foo{$", "a|b"), strict=False):
+        names[method["name"]] = method["name"] = name
+    for run in raw["outcomes"]:
+        run["method"] = names.get(run["method"], run["method"])
+    results = Results(raw)
+    text = write_page(results, tmp_path).read_text()
+    assert r"| a\|b |" in text
+    (legend,) = draw_curves(results).legends
+    shown = [text.get_text().strip().replace(r"\$", "$") for text in legend.get_texts()]
+    assert shown[1:4] == list(names.values())
+
+
+def test_more_methods_than_colours_are_drawn():
+    raw = json.loads((ROOT / "docs" / "results" / "pool.json").read_text(encoding="utf-8"))
+    for entries in (raw["comparison"]["methods"], raw["outcomes"]):
+        for entry in entries:
+            key = "method" if "method" in entry else "name"
+            entry[key] = entry[key].replace(":", "").replace(",", "")  # a colour for each
+    assert len(draw_curves(Results(raw)).axes[0].lines) > 25
 
 
 def test_long_names_fit_in_the_figure_and_the_caption_names_what_it_leaves_out():

@@ -35,10 +35,20 @@ def test_interpolation_of_a_curve_on_paper():
 
 def test_the_mean_curve_ends_at_the_mean_usage():
     runs = [made_outcome([100.0, 50.0, 20.0], [0, 100, 200]), made_outcome([100.0, 30.0], [0, 300])]
-    xs, values = mean_curve(runs, "communications", points=3)
+    xs, mean, values = mean_curve(runs, "communications", points=3)
     assert xs.tolist() == [0.0, 12.5, 25.0]
     assert values[:, -1].tolist() == pytest.approx([20.0, 30.0])
     assert values[:, 1].tolist() == pytest.approx([50.0, math.sqrt(3000.0)])
+    assert mean[1] == pytest.approx((50.0 * math.sqrt(3000.0)) ** 0.5)
+
+
+def test_an_accuracy_is_interpolated_as_it_is():
+    runs = [made_outcome([0.0, 0.5], [0, 10]), made_outcome([0.0, 0.0], [0, 10])]
+    assert used_until(runs[0], "tokens", 0.25, sign=-1) == pytest.approx(5.0)
+    assert used_until(runs[1], "tokens", 0.0, sign=-1) == 0
+    _, mean, values = mean_curve(runs, "tokens", sign=-1, points=3)
+    assert values.tolist() == [[0.0, 0.25, 0.5], [0.0, 0.0, 0.0]]
+    assert mean.tolist() == [0.0, 0.125, 0.25]
 
 
 # Differences

@@ -33,6 +33,12 @@ def colour(index: int) -> str:
     return f"C{index % 10}"
 
 
+def literal(text: str) -> str:
+    """Return a label that matplotlib shows as it is; $ would be mathematics, and a label that begins with _ hidden."""
+    shown = text.replace("$", r"\$")
+    return f" {shown}" if shown.startswith("_") else shown
+
+
 def draw_line(axes: Axes, xs: np.ndarray, ys: np.ndarray, **look) -> None:
     """Draw a line through the finite values; few values are marked."""
     finite = np.isfinite(ys)
