@@ -171,6 +171,8 @@ def _lawless(run: RunData) -> str | None:
         return "workers join as the batch grows (smallest_worker_batch), and a lone worker communicates nothing"
     if config.get("node_schedule") is not None:
         return "nodes come and go (node_schedule), and a lone worker communicates nothing"
+    if config.get("batch_schedule") is not None:
+        return "a schedule sets the batch (batch_schedule)"
     if config["sampling_method"] == "norm_test" and config.get("ETA_at_end") is not None:
         return "eta changes over the run (ETA_at_end)"
     if config["sampling_method"] != "none" and config.get("learning_rate_schedule") == "warmup_stable_decay":
@@ -241,8 +243,9 @@ def main(arguments: list[str] | None = None) -> int:
         print("\n".join(found.sentences(options.examples or [factor * examples for factor in factors])))
         if options.share < 1.0:
             communications = run.rounds["communications"][-1]
-            error = found.predict(examples)[0] / communications - 1.0
-            print(f"measured at {examples:,.0f} examples: {communications:.0f} communications; error {error:+.1%}")
+            predicted = found.predict(examples)[0]
+            error = f"; error {predicted / communications - 1.0:+.1%}" if communications else ""
+            print(f"measured at {examples:,.0f} examples: {communications:.0f} communications{error}")
     except NoLawError as error:
         print(f"error: {options.run}: {error}; docs/theory.md says which runs can be predicted", file=sys.stderr)
         return 2

@@ -164,6 +164,7 @@ def test_the_past_of_a_run_is_not_predicted():
         ({"smallest_worker_batch": 16}, "smallest_worker_batch"),
         ({"ETA_at_end": 1.0}, "ETA_at_end"),
         ({"node_schedule": [[0, 2], [0.5, 4]]}, "node_schedule"),
+        ({"batch_schedule": "seesaw"}, "batch_schedule"),
         ({"learning_rate_schedule": "warmup_stable_decay"}, "warmup_stable_decay"),
     ],
 )
@@ -238,6 +239,12 @@ def test_the_command_states_the_error(run, capsys, tmp_path):
     assert main([str(run.folder), "--examples", "1e6"]) == 0
     assert "1,000,000 examples" in capsys.readouterr().out
     assert main([str(tmp_path)]) == 2
+
+
+def test_the_command_states_no_error_of_a_run_without_communications(monkeypatch, capsys):
+    monkeypatch.setattr("training_logs.prediction.read_run", lambda folder: made_run([16] * 8, nodes=1))
+    assert main(["alone", "--share", "0.5"]) == 0
+    assert capsys.readouterr().out.endswith("measured at 2,560 examples: 0 communications\n")
 
 
 def test_the_command_says_why_a_run_cannot_be_predicted(monkeypatch, capsys):
