@@ -30,12 +30,7 @@ from fabrics.data.dataset_loader import load_data
 from fabrics.data.examples import TaskData
 from fabrics.models.model_family import build_model
 from fabrics.training.flat_model import FlatModel
-from gradient_analysis.gradients import (
-    BatchGradient,
-    Gradients,
-    draw_batches,
-    requests,
-)
+from gradient_analysis.gradients import BatchGradient, Gradients, draw_batches, requests
 from training_logs.log_processor import ANALYSIS_SUMMARY
 from training_logs.showing.run_data import RunFolderError, read_run
 from training_logs.showing.styles import colour, make_figure

@@ -11,12 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from algorithms.batch.calc_batch import (
-    BatchTestParameters,
-    augmented_inner_product_test,
-    inner_product_test,
-    norm_test,
-)
+from algorithms.batch.calc_batch import BatchTestParameters, augmented_inner_product_test, inner_product_test, norm_test
 from algorithms.batch.gradient_statistics import GradientStatistics
 from algorithms.batch.losses import example_losses, logits_of
 from algorithms.batch.per_example import PerExampleProbe

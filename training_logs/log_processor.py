@@ -52,7 +52,7 @@ def round_scalars(run: RunData, rows: Table) -> dict[str, float]:
         values[f"tokens per second/{trainer}"] = row["round_tokens"] / row["seconds"]
     metrics = [metric for metric in rows["validation_metric"] if math.isfinite(metric)]
     if metrics:
-        values[f"run/best {run.metric.name}"] = max(metrics) if run.metric.higher_is_better else min(metrics)
+        values[f"run/best {run.metric.name}"] = run.metric.best(metrics)
     values["run/living trainers"] = len(rows)
     values["run/total batch"] = rows["effective_batch"].sum()
     values["run/communications"] = rows["communications"][0]

@@ -19,7 +19,7 @@ from benchmarks.compare.results import Results, same_data
 from benchmarks.compare.runs import ComparisonError, Runner, outcome
 from benchmarks.compare.spec import ROOT, ComparisonSpec, load_spec, make_run
 from configs import make_samples
-from training_logs.showing.run_data import RunFolderError
+from training_logs.showing.run_data import RunFolderError, damage_reported
 from utils.config.schema import ConfigError
 from utils.distributed.launch import cores
 from utils.files import path_argument, write_json_atomically
@@ -72,11 +72,14 @@ def carry_out(path: Path, runner: Runner | None, folder: Path) -> dict[str, Any]
     outcomes = []
     common = {key: raw[key] for key in ("metric", "parameters", "versions") if key in raw}
     for run in runs:
-        found = known.get(run.id) or outcome(run, spec, runner)
-        outcomes.append(found | {"method": run.method, "seed": run.seed})
-        if not common and found["completed"]:
+        found = known.get(run.id)
+        if found is None:
             data = runner.data(run)
-            common = {"metric": vars(data.metric), "parameters": data.summary["parameters"]}
+            with damage_reported(data.folder):
+                found = outcome(data, run, spec)
+            if not common and found["completed"]:
+                common = {"metric": vars(data.metric), "parameters": data.summary["parameters"]}
+        outcomes.append(found | {"method": run.method, "seed": run.seed})
     if not common:
         raise ComparisonError("no run completed")
     check_same_data(outcomes)

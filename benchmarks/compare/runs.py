@@ -143,14 +143,8 @@ def complete(data: RunData) -> bool:
     return len(data.by_round) >= data.summary["outer_steps"]
 
 
-def outcome(run: Run, spec: ComparisonSpec, runner: Runner) -> dict[str, Any]:
+def outcome(data: RunData, run: Run, spec: ComparisonSpec) -> dict[str, Any]:
     """Return a run's metric and usage after each evaluated round, as JSON values."""
-    data = runner.data(run)
-    with damage_reported(data.folder):
-        return _outcome(data, run, spec)
-
-
-def _outcome(data: RunData, run: Run, spec: ComparisonSpec) -> dict[str, Any]:
     origin = data.summary["invocations"][0]
     machine = origin["hardware"][0]
     found = {

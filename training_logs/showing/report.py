@@ -146,9 +146,7 @@ def headline(run: RunData) -> dict[str, str]:
     summary = run.summary
     name = run.metric.name
     _, best_metrics = run.best_metrics("outer_step")
-    best = None
-    if len(best_metrics):
-        best = max(best_metrics) if run.metric.higher_is_better else min(best_metrics)
+    best = run.metric.best(best_metrics) if len(best_metrics) else None
 
     def shown(value: float | None) -> str:
         return "-" if value is None else f"{value:,.{run.metric.decimals}f}"

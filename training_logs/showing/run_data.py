@@ -7,7 +7,7 @@ A table is a NumPy structured array with a float64 field per column: `rows["toke
 import contextlib
 import csv
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -72,6 +72,9 @@ class MetricName:
     higher_is_better: bool
     decimals: int
 
+    def best(self, values: Iterable[float]) -> float:
+        return max(values) if self.higher_is_better else min(values)
+
 
 @dataclass(frozen=True)
 class RunData:
@@ -117,7 +120,6 @@ class RunData:
         A round's metric is measured before its merge, so the merge is not counted yet. Rounds with one worker do not
         communicate. Of several rounds with the same value of the column, the last counts.
         """
-        best = np.max if self.metric.higher_is_better else np.min
         bytes_before = 0.0
         found = {}
         for step, rows in self.by_round.items():
@@ -129,7 +131,7 @@ class RunData:
             bytes_before = float(rows["bytes_merged"][0])
             metrics = rows["validation_metric"][np.isfinite(rows["validation_metric"])]
             if len(metrics):
-                found[spent] = float(best(metrics))
+                found[spent] = float(self.metric.best(metrics))
         return np.array(list(found)), np.array(list(found.values()))
 
     @cached_property
