@@ -11,7 +11,7 @@ from algorithms.batch.calc_batch import BATCH_TESTS, ESTIMATORS, NEED_INNER_PROD
 from algorithms.batch.switch_mode import SWITCH_MODES
 from algorithms.nodes.policies import MERGE_POLICIES
 from algorithms.schedule.controller import METHOD_APART
-from algorithms.schedule.learning_rate import SCHEDULES
+from algorithms.schedule.schedules import SCHEDULES
 from algorithms.synchronisation import METHODS
 from algorithms.synchronisation.encodings.encoding import COMMUNICATION_DTYPES
 from algorithms.synchronisation.method import OUTER_KEYS

@@ -21,8 +21,7 @@ from numbers import Real
 
 from algorithms.batch.gradient_statistics import GradientStatistics, SampleEstimate, StatisticsSums
 from algorithms.registry import Registry
-from algorithms.schedule.batch_schedule import BatchSchedule
-from algorithms.schedule.learning_rate import eta_during
+from algorithms.schedule.schedules import BatchSchedule, eta_during
 
 # The values of statistics_estimator: gradients of single examples, of whole workers, or of the devices of a node.
 ESTIMATORS = ("per_example", "across_workers", "across_devices")

@@ -16,7 +16,7 @@ from pydantic import Field
 from torch import nn
 
 from algorithms.registry import Registry
-from algorithms.schedule.learning_rate import LearningRateSchedule
+from algorithms.schedule.schedules import LearningRateSchedule
 from algorithms.synchronisation import METHODS
 from fabrics.training.flat_model import FlatModel, flat_offsets
 from utils.config.reading import with_parameters

@@ -26,8 +26,7 @@ from algorithms.batch.gradient_statistics import (
     gradient_moments,
 )
 from algorithms.flat import SKETCH_SIZE
-from algorithms.schedule.batch_schedule import BatchSchedule, critical_batch, seesaw, token_thresholds
-from algorithms.schedule.learning_rate import LearningRateSchedule
+from algorithms.schedule.schedules import BatchSchedule, LearningRateSchedule, critical_batch, seesaw, token_thresholds
 from algorithms.synchronisation import METHODS
 from algorithms.synchronisation.encodings.encoding import PLAIN
 from fabrics.training.optimizers import learning_rate_schedule

@@ -18,8 +18,7 @@ from algorithms.batch.gradient_statistics import (
 )
 from algorithms.batch.switch_mode import threshold_switch_mode
 from algorithms.flat import sketch
-from algorithms.schedule.batch_schedule import BatchSchedule
-from algorithms.schedule.learning_rate import LearningRateSchedule
+from algorithms.schedule.schedules import BatchSchedule, LearningRateSchedule
 
 PARAMETERS = BatchTestParameters(eta=1.0, theta=0.9, nu=5.84, debias=True, confidence=2.0)
 SETTINGS = BatchControlSettings(

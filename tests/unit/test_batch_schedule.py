@@ -3,8 +3,7 @@ import math
 import pytest
 
 from algorithms.batch.calc_batch import BatchControl, BatchControlSettings, BatchTestParameters
-from algorithms.schedule.batch_schedule import BatchSchedule, critical_batch, seesaw, token_thresholds
-from algorithms.schedule.learning_rate import LearningRateSchedule
+from algorithms.schedule.schedules import BatchSchedule, LearningRateSchedule, critical_batch, seesaw, token_thresholds
 
 
 def test_a_schedule_sets_the_request():

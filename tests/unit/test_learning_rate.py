@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from algorithms.schedule.learning_rate import LearningRateSchedule, eta_during
 from algorithms.schedule.limits import RoundSchedule
+from algorithms.schedule.schedules import LearningRateSchedule, eta_during
 
 
 @pytest.mark.parametrize(

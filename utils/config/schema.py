@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from algorithms.nodes.traffic import Link
-from algorithms.schedule.batch_schedule import NAMED_SCHEDULES, token_thresholds
+from algorithms.schedule.schedules import NAMED_SCHEDULES, token_thresholds
 
 
 class ConfigError(ValueError):
