@@ -25,7 +25,7 @@ from algorithms.flat import SKETCH_SIZE, Block, inner_product, sketch
 from fabrics.sharding.layout import ShardLayout, sharded_layers, sharded_parts
 from fabrics.training.flat_model import FlatModel, flat_blocks
 from fabrics.training.worker import TrainingError
-from utils.checkpoint.tensor_file import FilePart
+from utils.checkpoint import FilePart
 from utils.distributed.devices import share_of
 from utils.distributed.shard_groups import ShardGroup, reduce_scatter
 

@@ -10,9 +10,8 @@ from safetensors.torch import save_file
 
 from fabrics.sharding.layout import ShardLayout
 from tests.support.threads import together
-from utils.checkpoint import checkpoint, tensor_file
-from utils.checkpoint.checkpoint import Checkpoint, CheckpointError, Checkpoints, newest_checkpoint
-from utils.checkpoint.tensor_file import FilePart, write_parts
+from utils import checkpoint
+from utils.checkpoint import Checkpoint, CheckpointError, Checkpoints, FilePart, newest_checkpoint, write_parts
 from utils.distributed.processes import LocalProcesses
 
 ALONE = LocalProcesses([torch.device("cpu")], 1)
@@ -210,7 +209,7 @@ def parts_of(group: dict[str, torch.Tensor], index: int, devices: int) -> dict[s
 def test_a_file_written_in_parts_has_the_bytes_that_safetensors_writes(tmp_path, monkeypatch, devices, at_once):
     """The order of the parts and the bytes that the system takes at once do not matter."""
     pwrite = os.pwrite
-    monkeypatch.setattr(tensor_file.os, "pwrite", lambda file, data, at: pwrite(file, data[:at_once], at))
+    monkeypatch.setattr(checkpoint.os, "pwrite", lambda file, data, at: pwrite(file, data[:at_once], at))
     group = whole_group(0)
     save_file(group, tmp_path / "whole")
     for index in reversed(range(devices)):

@@ -37,7 +37,7 @@ from tests.support.helpers import (
     tiny_llama,
     use_torch_norms,
 )
-from utils.checkpoint.checkpoint import Checkpoints
+from utils.checkpoint import Checkpoints
 from utils.config.schema import Config
 from utils.distributed.processes import LocalProcesses, Processes, join_processes, meet
 from utils.distributed.shard_groups import _return_freed_memory

@@ -16,7 +16,7 @@ from fabrics.data.token_store import TokenisedPart
 from fabrics.data.tokenization import train_tokenizer
 from training_logs.recording.run_folder import start_logging
 from utils import progress
-from utils.checkpoint.tensor_file import whole, write_parts
+from utils.checkpoint import whole, write_parts
 from utils.progress import progress_bar
 
 
