@@ -29,7 +29,7 @@ from benchmarks.performance.throughput import OVERHEAD, BareLoop, interleaved, m
 from cluster import Cluster
 from fabrics.config_checks import CHECKS
 from fabrics.data.examples import TaskData
-from fabrics.sharding.layout import sharded_layers
+from fabrics.training.sharded_model import sharded_layers
 from utils.config.reading import parse_config
 from utils.config.schema import Config
 from utils.distributed.processes import Processes, join_processes

@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from fabrics.sharding.layout import ShardLayout
+from fabrics.training.sharded_model import ShardLayout
 from tests.support.threads import together
 from utils import checkpoint
 from utils.checkpoint import Checkpoint, CheckpointError, Checkpoints, FilePart, newest_checkpoint, write_parts

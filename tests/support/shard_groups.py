@@ -23,8 +23,8 @@ from cluster import Cluster
 from fabrics.data.examples import TaskData
 from fabrics.models import initialisation
 from fabrics.models.attention import needs_no_mask
-from fabrics.sharding.sharded_model import ShardedModel
 from fabrics.training.inner_loop import accumulate_gradients
+from fabrics.training.sharded_model import ShardedModel
 from tests.support import matrix
 from tests.support.helpers import (
     CPU,
