@@ -249,9 +249,8 @@ def prepared_run(
     from training_logs.recording.run_folder import lock_run_in_main, start_logging
     from utils.config.resume import folder_to_resume
     from utils.config.schema import ConfigError
-    from utils.distributed.collective_checks import agree_on_config, decided, done_by_all
     from utils.distributed.peers import PeerLostError
-    from utils.distributed.processes import meet, place_nodes
+    from utils.distributed.processes import agree_on_config, decided, done_by_all, meet, place_nodes
 
     early_log = start_logging(is_main())
     processes = meet(launch)
@@ -310,7 +309,7 @@ def set_up(
     from utils.config.plugins import import_plugins
     from utils.config.resume import changes_since
     from utils.config.schema import ConfigError
-    from utils.distributed.collective_checks import decided, done_by_all
+    from utils.distributed.processes import decided, done_by_all
 
     check_nodes(config, processes.devices)
     if config.memory == "auto":

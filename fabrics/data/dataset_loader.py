@@ -31,8 +31,7 @@ from fabrics.data.python_docs import python_docs_source
 from fabrics.data.token_store import TokenisedPart, TokenisedSet, content_digest, tokenised_documents, verified_sets
 from fabrics.data.tokenization import describe, vocabulary_size
 from utils.config.schema import Config, ConfigError
-from utils.distributed.collective_checks import agree, done_by_all
-from utils.distributed.processes import LocalProcesses, Processes
+from utils.distributed.processes import LocalProcesses, Processes, agree, done_by_all
 from utils.text import counted
 
 logger = logging.getLogger("adloco.dataset")

@@ -34,8 +34,8 @@ from utils.config.plugins import Plugin, import_plugins
 from utils.config.reading import dump_config, load_config, parse_config
 from utils.config.resume import resumed_config
 from utils.config.schema import ConfigError
-from utils.distributed import collective_checks
-from utils.distributed.collective_checks import agree_on_config
+from utils.distributed import processes
+from utils.distributed.processes import agree_on_config
 
 ROOT = Path(__file__).resolve().parents[2]
 POLICY = """\
@@ -191,7 +191,7 @@ def test_all_processes_must_have_the_same_plugins(write, monkeypatch):
     together(2, lambda process: agree_on_config(process, config))
 
     def agreed(process):
-        monkeypatch.setattr(collective_checks, "import_plugins", lambda paths: [found[len(asked)], asked.append(0)][:1])
+        monkeypatch.setattr(processes, "import_plugins", lambda paths: [found[len(asked)], asked.append(0)][:1])
         agree_on_config(process, config)
 
     found, asked = [plugin, Plugin("/elsewhere/mine.py", "f" * 64)], []

@@ -10,7 +10,7 @@ from fabrics.data.documents import DatasetError
 from tests.support.helpers import make_config, tiny_data
 from tests.support.threads import refusals, together
 from utils.config.schema import ConfigError
-from utils.distributed.collective_checks import agree_on_config, decided, difference, done_by_all
+from utils.distributed.processes import agree_on_config, decided, difference, done_by_all
 
 
 @pytest.mark.parametrize(

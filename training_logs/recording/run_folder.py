@@ -17,8 +17,7 @@ from transformers.utils.logging import disable_progress_bar
 from training_logs.trackers.clearml import resolved_mode
 from training_logs.trackers.tracker import check_packages
 from utils.config.schema import Config, ConfigError
-from utils.distributed.collective_checks import done_by_all
-from utils.distributed.processes import Processes
+from utils.distributed.processes import Processes, done_by_all
 from utils.files import nearest_existing_folder
 from utils.progress import shows_progress
 
