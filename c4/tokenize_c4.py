@@ -11,8 +11,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from fabrics.data.c4 import hub_source, local_source
-from fabrics.data.documents import DatasetError
-from fabrics.data.held_out import MOST_BY_DEFAULT
+from fabrics.data.documents import MOST_BY_DEFAULT, DatasetError
 from fabrics.data.token_store import Recipe, TokenisedSet, tokenised
 from fabrics.data.tokenization import describe, load_tokenizer
 from fabrics.planning.command import parse_count

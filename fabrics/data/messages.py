@@ -20,15 +20,16 @@ from fabrics.data.documents import (
     EMPTY,
     DatasetError,
     Document,
+    Part,
     Skipped,
     Source,
     document_hash,
     file_identities,
     matching_files,
     numbered_lines,
+    split,
 )
 from fabrics.data.examples import PaddedSequences, TaskData
-from fabrics.data.held_out import Part, split
 from fabrics.data.token_store import TokenisedPart, content_digest
 from fabrics.data.tokenization import describe, named_tokenizer, padding
 from utils.config.schema import Config, ConfigError

@@ -26,8 +26,7 @@ from filelock import FileLock
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from fabrics.data.documents import DatasetError, Document, Skipped, Source, document_hash
-from fabrics.data.held_out import split
+from fabrics.data.documents import DatasetError, Document, Skipped, Source, document_hash, split
 from fabrics.data.tokenization import (
     end_of_text,
     fingerprint,

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fabrics.data.documents import Document, Skipped, Source, document_hash
-from fabrics.data.held_out import split
+from fabrics.data.documents import Document, Skipped, Source, document_hash, split
 from utils.config.schema import ConfigError
 
 TEXTS = [f"document {index} of some" for index in range(100)]

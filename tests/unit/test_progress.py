@@ -9,8 +9,7 @@ import pytest
 import torch
 from tqdm import tqdm
 
-from fabrics.data.documents import Document, Skipped, Source
-from fabrics.data.held_out import split
+from fabrics.data.documents import Document, Skipped, Source, split
 from fabrics.data.partition import labels_by_cluster
 from fabrics.data.token_store import TokenisedPart
 from fabrics.data.tokenization import train_tokenizer

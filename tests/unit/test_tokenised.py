@@ -16,8 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from configs.make_samples import write_shard
 from fabrics.data import token_store
 from fabrics.data.c4 import local_source
-from fabrics.data.documents import DatasetError, Document, Skipped, Source, document_hash
-from fabrics.data.held_out import split
+from fabrics.data.documents import DatasetError, Document, Skipped, Source, document_hash, split
 from fabrics.data.python_docs import python_docs_source, python_documents
 from fabrics.data.token_store import Recipe, content_digest, encode, open_tokenised, tokenised
 from fabrics.data.tokenization import END_OF_TEXT, fingerprint, train_tokenizer, vocabulary_size
