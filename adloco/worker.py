@@ -32,7 +32,7 @@ from algorithms.batch.switch_mode import (
 from algorithms.nodes.balance import slice_offsets
 from algorithms.nodes.traffic import Event
 from algorithms.synchronisation import METHODS
-from algorithms.synchronisation.encodings.encoding import BFLOAT16, COMMUNICATION_DTYPES, PLAIN
+from algorithms.synchronisation.encodings import BFLOAT16, COMMUNICATION_DTYPES, PLAIN
 from algorithms.synchronisation.group import Clock, Group, Inner, LocalWorker, Outer
 from algorithms.synchronisation.method import COPY
 from fabrics.data.sampler import DataCursor, Subsets

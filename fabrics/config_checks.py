@@ -13,7 +13,7 @@ from algorithms.nodes.policies import MERGE_POLICIES
 from algorithms.schedule.controller import METHOD_APART
 from algorithms.schedule.schedules import SCHEDULES
 from algorithms.synchronisation import METHODS
-from algorithms.synchronisation.encodings.encoding import COMMUNICATION_DTYPES
+from algorithms.synchronisation.encodings import COMMUNICATION_DTYPES
 from algorithms.synchronisation.method import OUTER_KEYS
 from fabrics.data.dataset_loader import DATASETS, TEXT_DOCUMENTS
 from fabrics.data.partition import SPLITS, split_problems

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from algorithms.flat import Block, Part, read_part, write_part
-from algorithms.synchronisation.encodings.sparse import Chunks, TopK, add_at
+from algorithms.synchronisation.encodings import Chunks, TopK, add_at
 from algorithms.synchronisation.group import Group, LocalWorker, WorkerMean, WorkerMessages
 from algorithms.synchronisation.method import Capabilities, Method, require
 

@@ -15,7 +15,7 @@ import torch
 from algorithms.flat import Part, read_part, write_part
 from algorithms.nodes.balance import in_steps
 from algorithms.nodes.traffic import Event
-from algorithms.synchronisation.encodings.encoding import PLAIN, Encoding
+from algorithms.synchronisation.encodings import PLAIN, Encoding
 from algorithms.synchronisation.method import ERROR
 
 

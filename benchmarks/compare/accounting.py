@@ -18,7 +18,7 @@ from pydantic.dataclasses import dataclass as checked_dataclass
 
 from algorithms.nodes.traffic import Link, merge_exchange
 from algorithms.nodes.virtual_clock import Clocks
-from algorithms.synchronisation.encodings.encoding import PLAIN
+from algorithms.synchronisation.encodings import PLAIN
 from training_logs.showing.run_data import RunData, Table
 
 # Time of a pass with per-example statistics relative to a plain one (benchmarks/performance/throughput.py measures it).

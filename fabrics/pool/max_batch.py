@@ -14,7 +14,7 @@ import psutil
 import torch
 
 from algorithms.batch.per_example import UnsupportedModuleError
-from algorithms.synchronisation.encodings.encoding import COMMUNICATION_DTYPES
+from algorithms.synchronisation.encodings import COMMUNICATION_DTYPES
 from fabrics.data.examples import Examples
 from fabrics.training.flat_model import FlatModel
 from fabrics.training.inner_loop import backward, probed_backward

@@ -1,7 +1,7 @@
 """The synchronisation method that a configuration asks for."""
 
 from algorithms.synchronisation import METHODS, Method
-from algorithms.synchronisation.encodings.encoding import COMMUNICATION_DTYPES
+from algorithms.synchronisation.encodings import COMMUNICATION_DTYPES
 from algorithms.synchronisation.method import taken_names
 from fabrics.training.flat_model import FlatModel
 from fabrics.training.optimizers import inner_optimizer_of

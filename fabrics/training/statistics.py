@@ -28,7 +28,7 @@ from algorithms.batch.gradient_statistics import (
 from algorithms.flat import SKETCH_SIZE
 from algorithms.schedule.schedules import BatchSchedule, LearningRateSchedule, critical_batch, seesaw, token_thresholds
 from algorithms.synchronisation import METHODS
-from algorithms.synchronisation.encodings.encoding import PLAIN
+from algorithms.synchronisation.encodings import PLAIN
 from fabrics.training.optimizers import learning_rate_schedule
 from utils.config.schema import Config
 

@@ -14,7 +14,7 @@ import torch
 from algorithms.batch.gradient_statistics import GradientMoments, SampleEstimate
 from algorithms.batch.switch_mode import ExecutionPlan
 from algorithms.synchronisation import Method
-from algorithms.synchronisation.encodings.encoding import COMMUNICATION_DTYPES
+from algorithms.synchronisation.encodings import COMMUNICATION_DTYPES
 from algorithms.synchronisation.group import LocalWorker
 from algorithms.synchronisation.method import COPY, ERROR
 from fabrics.data.examples import Examples

@@ -11,7 +11,7 @@ import torch
 from algorithms.nodes.balance import in_steps
 from algorithms.nodes.distribution import HandOver, StateBytes, hand_overs
 from algorithms.nodes.traffic import Event, Link, merge_bytes, redistribution_bytes
-from algorithms.synchronisation.encodings.encoding import BFLOAT16, COMMUNICATION_DTYPES, PLAIN, Encoding
+from algorithms.synchronisation.encodings import BFLOAT16, COMMUNICATION_DTYPES, PLAIN, Encoding
 from algorithms.synchronisation.group import Clock, Group, Outer
 from fabrics.training.flat_model import FlatModel
 from fabrics.training.method_config import method_of

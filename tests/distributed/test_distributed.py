@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from algorithms.batch.gradient_statistics import MINIMUM_WORKERS
-from algorithms.synchronisation.encodings.encoding import BFLOAT16, INT4, INT8, PLAIN
+from algorithms.synchronisation.encodings import BFLOAT16, INT4, INT8, PLAIN
 from tests.support import matrix, spmd
 from tests.support.runs import assert_same_run, summary
 from utils.distributed.reductions import Workers

@@ -8,19 +8,21 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from algorithms.synchronisation.encodings.encoding import (
+from algorithms.synchronisation.encodings import (
     BFLOAT16,
     INT4,
     INT8,
     PLAIN,
+    Chunks,
     Integers,
+    TopK,
     dequantise,
+    largest,
     pack,
     packed_bytes,
     quantise,
     unpack,
 )
-from algorithms.synchronisation.encodings.sparse import Chunks, TopK, largest
 from fabrics.training.worker import ERROR
 from tests.support import oracles
 from tests.support.helpers import CPU, Recorder, light_cluster, recorded_pseudo_gradients, train

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from algorithms.synchronisation.encodings.encoding import PLAIN
+from algorithms.synchronisation.encodings import PLAIN
 from algorithms.synchronisation.group import Inner, LocalWorker, WorkerMessages
 from algorithms.synchronisation.locodl import LoCoDL
 from utils.distributed.reductions import Messages

@@ -17,7 +17,7 @@ from collections.abc import Collection, Iterator, Sequence
 import torch
 import torch.distributed as dist
 
-from algorithms.synchronisation.encodings.encoding import PLAIN, Encoding
+from algorithms.synchronisation.encodings import PLAIN, Encoding
 from utils.distributed.devices import share_of
 from utils.distributed.peers import PeerWatch
 
