@@ -34,10 +34,9 @@ from gradient_analysis.gradients import BatchGradient, Gradients, draw_batches, 
 from training_logs.log_processor import ANALYSIS_SUMMARY
 from training_logs.showing.run_data import RunFolderError, read_run
 from training_logs.showing.styles import colour, make_figure
-from utils.config.plugins import check_plugins_of_run
-from utils.config.reading import load_config, problem_lines
+from utils.config.reading import load_config, problem_lines, read_mapping, yaml_value
+from utils.config.resume import check_plugins_of_run
 from utils.config.schema import Config, ConfigError
-from utils.config.yaml_reading import read_mapping, yaml_value
 from utils.distributed.devices import resolve_devices
 from utils.files import REPORT_FOLDER, write_atomically, write_json_atomically
 from utils.progress import progress_bar, shows_progress

@@ -18,9 +18,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from benchmarks.compare.accounting import Hardware, Network
 from configs.make_samples import SAMPLES
 from fabrics.config_checks import CHECKS
-from utils.config.reading import ALIASES, parse_config, problem_lines
+from utils.config.reading import ALIASES, parse_config, problem_lines, read_mapping
 from utils.config.schema import FIELDS, Config, ConfigError
-from utils.config.yaml_reading import read_mapping
 
 ROOT = Path(__file__).resolve().parents[2]
 COMPARISONS = ROOT / "benchmarks" / "comparisons"

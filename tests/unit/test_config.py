@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 
 from fabrics.config_checks import CHECKS
 from tests.support import published
-from utils.config.reading import ALIASES, IGNORED, dump_config, load_config, parse_config
+from utils.config.reading import ALIASES, IGNORED, dump_config, load_config, parse_config, yaml_value
 from utils.config.schema import FIELDS, Config, ConfigError
-from utils.config.yaml_reading import yaml_value
 from utils.distributed.devices import resolve_devices
 
 ROOT = Path(__file__).resolve().parents[2]

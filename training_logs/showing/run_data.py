@@ -18,7 +18,7 @@ import yaml
 
 from algorithms.nodes.policies import Merge
 from algorithms.nodes.traffic import Event
-from utils.config.yaml_reading import yaml_value
+from utils.config.reading import yaml_value
 from utils.files import REPORT_FOLDER
 
 Table = np.ndarray

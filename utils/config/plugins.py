@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from utils.config.schema import ConfigError
-from utils.config.yaml_reading import read_mapping
 
 
 @dataclass(frozen=True)
@@ -77,20 +76,3 @@ def _shown(path: str) -> str:
     """Return the path relative to the working directory if it lies in there."""
     folder = os.path.realpath(os.curdir)
     return os.path.relpath(path, folder) if path.startswith(folder + os.sep) else path
-
-
-def check_plugins_of_run(folder: Path) -> None:
-    """Raise a ConfigError if plugins came with a run folder, which may be somebody else's.
-
-    A run writes the absolute paths of its plugins. The sender of a folder does not know the path that it will have.
-    """
-    named = read_mapping(folder / "config.yaml").get("plugins") or []
-    parent = folder.resolve().parent
-    problems = []
-    for path in named if isinstance(named, list) else [named]:
-        if not Path(str(path)).is_absolute() or Path(str(path)).resolve().is_relative_to(parent):
-            problems.append(
-                f"plugins: {path} came with {folder}: to run that code, name it on the command line, plugins=[{path}]"
-            )
-    if problems:
-        raise ConfigError(problems)

@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from utils.config.plugins import check_plugins_of_run
-from utils.config.reading import Checks, load_config
+from utils.config.reading import Checks, load_config, read_mapping
 from utils.config.schema import FIELDS, Config, ConfigError
 from utils.files import default_config, has_checkpoint
 
@@ -85,6 +84,23 @@ def resumed_config(
     if problems:
         raise ConfigError(problems)
     return after, warnings
+
+
+def check_plugins_of_run(folder: Path) -> None:
+    """Raise a ConfigError if plugins came with a run folder, which may be somebody else's.
+
+    A run writes the absolute paths of its plugins. The sender of a folder does not know the path that it will have.
+    """
+    named = read_mapping(folder / "config.yaml").get("plugins") or []
+    parent = folder.resolve().parent
+    problems = []
+    for path in named if isinstance(named, list) else [named]:
+        if not Path(str(path)).is_absolute() or Path(str(path)).resolve().is_relative_to(parent):
+            problems.append(
+                f"plugins: {path} came with {folder}: to run that code, name it on the command line, plugins=[{path}]"
+            )
+    if problems:
+        raise ConfigError(problems)
 
 
 def _changes_of_the_start(before: Config, after: Config) -> list[str]:
