@@ -145,9 +145,10 @@ class Trainer:
     def conclude_round(self, split: WorkSplit, schedule: RoundSchedule, parts: Sequence[TrainedPart]) -> RoundReport:
         """Turn the statistics into the next requested batch, and move on in the data (AdLoCo, section 3, step 6).
 
-        parts: of all processes that have a worker of the trainer.
+        parts: of all processes that have a worker of the trainer; those of a shard group have the same worker.
         """
-        records = dict(sorted(item for part in parts for item in part.records.items()))
+        by_worker = {index: record for part in parts for index, record in part.records.items()}
+        records = dict(sorted(by_worker.items()))
         requested = self.requested_batch
         warnings = self._warnings(records)
         all_left_out = all(record.left_out for record in records.values())
