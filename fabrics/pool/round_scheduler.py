@@ -5,7 +5,8 @@ import math
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING
 
-from algorithms.nodes.traffic import Event, Exchange, ExchangeSizes, Link, redistribution_exchange, rounds_ahead
+from algorithms.nodes.traffic import Event, Exchange, ExchangeSizes, redistribution_exchange, rounds_ahead
+from algorithms.nodes.virtual_clock import Computing, RunClock
 from algorithms.schedule.budget import (
     LONGEST_ROUND,
     Budget,
@@ -16,7 +17,6 @@ from algorithms.schedule.budget import (
 )
 from algorithms.schedule.limits import Limits, RoundSchedule, RunCounters
 from fabrics.pool.node_pool import NodePool
-from fabrics.pool.run_clock import Computing, RunClock
 from fabrics.training.method_config import round_bytes
 from fabrics.training.optimizers import learning_rate_schedule
 from fabrics.training.statistics import batch_schedule
@@ -35,9 +35,7 @@ def budget_of(config: Config) -> Budget | None:
     """The budget of a run; None without one."""
     if config.budget is None:
         return None
-    unit = BUDGETS[config.budget]
-    link = Link.parse(config.link) if unit == "seconds" else Link()
-    return Budget(unit, getattr(config, config.budget), link)
+    return Budget(BUDGETS[config.budget], getattr(config, config.budget), config.simulated_link)
 
 
 def check_budget(config: Config, nodes: int) -> None:
@@ -58,7 +56,9 @@ class RoundScheduler:
         check_budget(config, len(pool.nodes))
         self._config = config
         self._pool = pool
-        self.clock = RunClock(config, len(pool.nodes)) if config.simulates_time_budget else None
+        self.clock = None
+        if config.simulates_time_budget:
+            self.clock = RunClock(len(pool.nodes), config.node_speeds, config.simulated_link)
         # The virtual clock is no estimate: it is a limit, and sets no length of rounds.
         self._budget = budget_of(config) if self.clock is None else None
         epochs = config.number_of_training_epochs

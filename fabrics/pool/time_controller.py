@@ -9,7 +9,6 @@ import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from algorithms.nodes.traffic import Link
 from algorithms.schedule.controller import (
     LEAST_ROUNDS,
     MEASURED_NOISE,
@@ -48,7 +47,7 @@ def plan_round(config: Config, trainer: "Trainer", nodes: Sequence[Node], second
     measured = trainer.batch_control.noise_scale
     situation = dataclasses.replace(
         situation,
-        joining_seconds=_link(config).seconds(group.sizes.trainer + group.sizes.worker),
+        joining_seconds=config.simulated_link.seconds(group.sizes.trainer + group.sizes.worker),
         seconds_left=config.time_budget - seconds,
         noise_scale=NOISE_SCALE if measured is None else MEASURED_NOISE * measured,
         workers=len(trainer.nodes) if trainer.rounds else 0,
@@ -63,7 +62,7 @@ def _situation(config: Config, model: FlatModel, nodes: Sequence[Node], largest_
     exchanges = [0.0]
     for workers in range(2, len(nodes) + 1):
         sent = round_bytes(config, method, model, workers, measures=False) / workers
-        exchanges.append(_link(config).seconds(sent))
+        exchanges.append(config.simulated_link.seconds(sent))
     synchronous = method.capabilities.exchanges_gradients
     # The reason for a smallest share is AdamW's division of a step by the noise of the worker's own gradient.
     smallest_share = 1 if synchronous else config.smallest_worker_batch or 1
@@ -80,7 +79,3 @@ def _situation(config: Config, model: FlatModel, nodes: Sequence[Node], largest_
         free_steps=config.number_of_inner_steps_between_outers,
         synchronous=synchronous,
     )
-
-
-def _link(config: Config) -> Link:
-    return Link.parse(config.link) if config.link else Link()

@@ -10,7 +10,7 @@ import torch
 
 from algorithms.nodes.balance import in_steps
 from algorithms.nodes.distribution import HandOver, StateBytes, hand_overs
-from algorithms.nodes.traffic import Event, Link, merge_bytes, redistribution_bytes
+from algorithms.nodes.traffic import Event, merge_bytes, redistribution_bytes
 from algorithms.synchronisation.encodings import BFLOAT16, COMMUNICATION_DTYPES, PLAIN, Encoding
 from algorithms.synchronisation.group import Clock, Group, Outer
 from fabrics.training.flat_model import FlatModel
@@ -212,11 +212,11 @@ class WorkerGroup:
 
     def server_seconds(self, elements: int) -> float:
         """Return the seconds until a server has received this many elements of a worker and answered them."""
-        if len(self) == 1 or not self._config.link:
+        if len(self) == 1:
             return 0.0
         answer = PLAIN if self.method.capabilities.message_tensors else self.encoding.way_back
         sent = self.encoding.sent_bytes(elements, self.dtype) + answer.sent_bytes(elements, self.dtype)
-        return Link.parse(self._config.link).seconds(sent)
+        return self._config.simulated_link.seconds(sent)
 
     # Rounds
 

@@ -1,9 +1,9 @@
-"""Time of each node: rows of node_log.csv, by a virtual clock (`fabrics.pool.run_clock`)."""
+"""Time of each node: rows of node_log.csv, by a virtual clock (`algorithms.nodes.virtual_clock`)."""
 
 from collections.abc import Mapping
 from pathlib import Path
 
-from fabrics.pool.run_clock import RunClock
+from algorithms.nodes.virtual_clock import RunClock
 from fabrics.training.worker import WorkerRound
 from training_logs.recording.csv_log import CsvLog
 from training_logs.recording.records import ClusterRound
@@ -24,8 +24,11 @@ class NodeLog:
         self._config = config
         self._clock: RunClock | None = None
         if state and state["clock"]:
-            self._clock = RunClock(config, len(state["clock"]["clocks"]["ready"]))
+            self._clock = self._new_clock(len(state["clock"]["clocks"]["ready"]))
             self._clock.load_state_dict(state["clock"])
+
+    def _new_clock(self, nodes: int) -> RunClock:
+        return RunClock(nodes, self._config.node_speeds, self._config.simulated_link)
 
     def state_dict(self) -> dict:
         return {"log": self.csv.state_dict(), "clock": self._clock and self._clock.state_dict()}
@@ -75,7 +78,7 @@ class NodeLog:
     def _clock_of(self, nodes: int) -> RunClock:
         before = self._clock
         if before is None or len(before.clocks.spent) != nodes:
-            self._clock = RunClock(self._config, nodes)
+            self._clock = self._new_clock(nodes)
             if before is not None:  # the run was resumed with another number of nodes
                 self._clock.load_state_dict(before.state_dict())
         return self._clock

@@ -8,9 +8,9 @@ import numpy as np
 from algorithms.batch.gradient_statistics import GradientStatistics
 from algorithms.nodes.policies import Merge
 from algorithms.nodes.traffic import Event
+from algorithms.nodes.virtual_clock import Computing
 from algorithms.schedule.limits import RunCounters
 from fabrics.pool.eval_tool import Evaluation
-from fabrics.pool.run_clock import Computing
 from fabrics.training.worker import WorkerRound
 from training_logs.recording.memory_monitor import Use
 

@@ -346,6 +346,11 @@ class Nodes(Section):
         "sending takes no time.",
     )
 
+    @property
+    def simulated_link(self) -> Link:
+        """The simulated link of every node."""
+        return Link.parse(self.link) if self.link else Link()
+
     def check(self) -> list[str]:
         found = []
         smallest = self.smallest_worker_batch
