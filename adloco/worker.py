@@ -39,7 +39,7 @@ from fabrics.data.sampler import DataCursor, Subsets
 from fabrics.training.flat_model import FlatModel
 from fabrics.training.inner_loop import clip
 from fabrics.training.method_config import method_of
-from fabrics.training.statistics import batch_control, compare_workers, measurement_of, samples_for_test
+from fabrics.training.statistics import Measurement, batch_control, compare_workers, measurement_of, samples_for_test
 from fabrics.training.worker import RoundKey, WorkerRound, method_generator, personal_tensors
 from utils.config.reading import Checks, parse_config
 from utils.config.schema import Config, ConfigError
@@ -103,6 +103,7 @@ class _Round:
     offsets: list[int]
     stops: tuple[int, ...]
     group: Group
+    measurement: Measurement
     step: int = 0
     ready: bool = False
     samples: tuple = ()
@@ -311,7 +312,7 @@ class Worker:
         self._model.gradient.zero_()
         read = self._cursor.readings(self.workers)[0].places
         plan = current.plan
-        measurement = measurement_of(self._config, self.workers, self._control.measures(self.rounds + 1))
+        measurement = current.measurement
         probed = current.step == 0 and measurement.probed_parts > 0
         sample = min(self._config.statistics_batch_size, examples // self.workers)
         if probed and plan.effective_batch < sample:
@@ -458,6 +459,7 @@ class Worker:
             offsets=slice_offsets(batches, [range(inner_steps)] * self.workers)[self.index],
             stops=tuple(stops),
             group=group,
+            measurement=measurement_of(config, self.workers, self._control.measures(self.rounds + 1)),
         )
 
     def _make_group(self, inner_steps: int, batches: list[int]) -> Group:
@@ -535,17 +537,13 @@ class Worker:
         """Count what was sent, and ask the batch test for the next request."""
         current = self._round
         own = WorkerRound(self.index, current.plan, [], [], current.samples, 0.0, self._config.max_batch_size)
-        measurement = measurement_of(self._config, self.workers, self._control.measures(self.rounds + 1))
-        record = compare_workers(self._group_links(), measurement, {self.index: own}, {self.index: current.vector})[
-            self.index
-        ]
+        measurement = current.measurement
+        compared = compare_workers(self._group_links(), measurement, {self.index: own}, {self.index: current.vector})
         if measurement.compared != "nothing" and self.workers > 1:
             sent = measurement.sent_bytes(self.workers, self._model.parameter_count, self._model.parameters.dtype)
             self.bytes_communicated += sent
-        records = self._gather(record)
-        samples, between, warning = samples_for_test(self._config, dict(enumerate(records)))
-        if not self._control.measures(self.rounds + 1):
-            samples = []
+        records = dict(enumerate(self._gather(compared[self.index])))
+        samples, between, warning = samples_for_test(self._config, records)
         largest = self._config.max_requested_batch or self._examples
         _, problem = self._control.conclude(samples, between, current.batch, 0.0, largest)
         self.warning = warning or problem
@@ -585,8 +583,7 @@ class Worker:
         if self._round is not None:
             raise RuntimeError("state_dict: a round is in progress; save after a step that ends a round")
         return {
-            "shared": dict(self._shared),
-            "worker": {**self._state, "parameters": self._model.parameters.data},
+            **self._tensors(),
             "optimizer": self._optimizer.state_dict(),
             "scaler": None if self._scaler is None else self._scaler.state_dict(),
             **self._identity(),
@@ -596,6 +593,9 @@ class Worker:
             "position": 0 if self._cursor is None else self._cursor.positions[0],
             "counts": {name: getattr(self, name) for name in _COUNTS},
         }
+
+    def _tensors(self) -> dict[str, dict[str, torch.Tensor]]:
+        return {"shared": dict(self._shared), "worker": {**self._state, "parameters": self._model.parameters.data}}
 
     def _identity(self) -> dict[str, Any]:
         return {"seed": self._config.training_seed, "optimizer_type": type(self._optimizer).__name__}
@@ -616,13 +616,12 @@ class Worker:
                 )
         self._agree("state", [state[name] for name in ("counts", "values", "batch", "examples", "position")])
         self._round = None
-        own = {**self._state, "parameters": self._model.parameters.data}
-        for kind, tensors in (("shared", self._shared), ("worker", own)):
+        for kind, tensors in self._tensors().items():
             found, own_shapes = (_shapes(each) for each in (state[kind], tensors))
             if found != own_shapes:
                 names = ", ".join(sorted(dict(found.items() ^ own_shapes.items())))
                 raise ValueError(f"load_state_dict: the state is of another model or method; it differs in {names}")
-        for kind, tensors in (("shared", self._shared), ("worker", own)):
+        for kind, tensors in self._tensors().items():
             for name, tensor in tensors.items():
                 tensor.copy_(state[kind][name])
         self._optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))  # it would use the state's tensors
