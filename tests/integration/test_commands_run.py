@@ -33,7 +33,7 @@ LESS = {
 SHORT = dict(assignment.split("=") for assignment in _SMALL[:-1]) | {
     "max_tokens": None, "model_config": {"preset": "demo", "num_hidden_layers": 1}, "number_of_outer_steps": 30,
     "number_of_initial_trainers": 1, "nodes_per_gpu": 2, "merge_frequency": 1, "INITIAL_BATCH_SIZE": 2,
-    "sampling_method": "none", "batch_schedule": [[0, 2], [0.1, 3], [0.2, 4], [0.6, 6]], "eval_every": 15,
+    "sampling_method": "none", "eval_every": 15,
     "save_weights_every": 15, "clearml": "off", "plot_at_end": False, "processes": 1,
 }  # fmt: skip
 
