@@ -10,7 +10,6 @@ wall-clock comparisons belong to the loop. The batch of a step is divided among 
 """
 
 import argparse
-import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -24,8 +23,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from algorithms.schedule.limits import RoundSchedule
-from benchmarks.performance.throughput import OVERHEAD, BareLoop, interleaved, make_data
+from benchmarks.performance.throughput import (
+    OVERHEAD,
+    BareLoop,
+    interleaved,
+    make_data,
+    round_schedule,
+    tokens_per_second,
+)
 from cluster import Cluster
 from fabrics.config_checks import CHECKS
 from fabrics.data.examples import TaskData
@@ -57,7 +62,7 @@ def data_parallel_loop(config: Config, data: TaskData, device: torch.device) -> 
 def speeds(config: Config, processes: Processes, repeats: int) -> dict[str, float]:
     """Return tokens per second of all processes together, by name."""
     data = make_data(config)
-    schedule = RoundSchedule(config.number_of_inner_steps_between_outers, 0.0, 0.0)
+    schedule = round_schedule(config)
     functions: dict[str, Callable[[], None]] = {}
     for name in METHODS:
         cluster = Cluster(parse_config(vars(config) | {"distributed_algo": name}, checks=CHECKS)[0], data, processes)
@@ -75,8 +80,7 @@ def speeds(config: Config, processes: Processes, repeats: int) -> dict[str, floa
         return measured
 
     times = interleaved({name: together(function) for name, function in functions.items()}, device, repeats)
-    tokens = schedule.inner_steps * config.INITIAL_BATCH_SIZE * config.sequence_length
-    return {name: tokens / statistics.median(values) for name, values in times.items()}
+    return tokens_per_second(config, times)
 
 
 def main() -> int:

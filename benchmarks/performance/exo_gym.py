@@ -13,7 +13,6 @@ import importlib.util
 import itertools
 import json
 import os
-import statistics
 import sys
 import tempfile
 import time
@@ -24,8 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 from torch import nn
 
-from algorithms.schedule.limits import RoundSchedule
-from benchmarks.performance.throughput import OVERHEAD, BareLoop, interleaved, make_data, whole_round
+from benchmarks.performance.throughput import OVERHEAD, BareLoop, interleaved, make_data, tokens_per_second, whole_round
 from cluster import Cluster
 from fabrics.config_checks import CHECKS
 from fabrics.training.optimizers import inner_optimizer_of
@@ -120,19 +118,19 @@ def speeds(config: Config, repeats: int) -> dict:
     """Return tokens per second by name, in wall and in CPU time, medians; the programs take turns."""
     cluster = Cluster(config, make_data(config))
     device = cluster.devices[0]
-    schedule = RoundSchedule(config.number_of_inner_steps_between_outers, 0.0, 0.0)
-    tokens = schedule.inner_steps * config.INITIAL_BATCH_SIZE * config.sequence_length
-    seconds: dict[str, list[list[float]]] = {"EXO Gym": [[], []], "this project": [[], []]}
+    wall: dict[str, list[float]] = {"EXO Gym": [], "this project": []}
+    cpu: dict[str, list[float]] = {"EXO Gym": [], "this project": []}
     for _ in range(repeats):
-        for found, more in zip(seconds["EXO Gym"], exo_gym_rounds(config, device), strict=True):
-            found += more
-        for found, clock in zip(seconds["this project"], (time.perf_counter, time.process_time), strict=True):
-            times = interleaved({"": lambda: whole_round(cluster.trainers[0], schedule)}, device, _ROUNDS, clock)
-            found += times[""]
+        wall_seconds, cpu_seconds = exo_gym_rounds(config, device)
+        wall["EXO Gym"] += wall_seconds
+        cpu["EXO Gym"] += cpu_seconds
+        for found, clock in ((wall, time.perf_counter), (cpu, time.process_time)):
+            times = interleaved({"": lambda: whole_round(cluster)}, device, _ROUNDS, clock)
+            found["this project"] += times[""]
     return {
         "parameters": cluster.parameter_count,
-        "tokens_per_second": {name: tokens / statistics.median(wall) for name, (wall, _) in seconds.items()},
-        "tokens_per_cpu_second": {name: tokens / statistics.median(cpu) for name, (_, cpu) in seconds.items()},
+        "tokens_per_second": tokens_per_second(config, wall),
+        "tokens_per_cpu_second": tokens_per_second(config, cpu),
     }
 
 

@@ -19,7 +19,6 @@ import json
 import os
 import re
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -32,7 +31,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 
-from algorithms.schedule.limits import RoundSchedule
 from benchmarks.performance import exo_gym
 from benchmarks.performance.throughput import (
     OVERHEAD,
@@ -41,6 +39,7 @@ from benchmarks.performance.throughput import (
     make_data,
     seconds,
     step_speeds,
+    tokens_per_second,
     whole_round,
 )
 from cluster import Cluster
@@ -114,13 +113,13 @@ def peak_flops(device: torch.device) -> float:
 def speeds(config: Config, repeats: int = 3) -> dict:
     """Measure the bare loop, inner steps and whole rounds: tokens/s and MFU, and the share of the statistics."""
     found = step_speeds(config, repeats)
-    tokens_per_second = {name.replace(" ", "_"): speed for name, speed in found["tokens_per_second"].items()}
-    tested = tokens_per_second.pop("whole_round_with_norm_test")
-    added_steps = (tokens_per_second["whole_round"] / tested - 1.0) * config.number_of_inner_steps_between_outers
+    measured = {name.replace(" ", "_"): speed for name, speed in found["tokens_per_second"].items()}
+    tested = measured.pop("whole_round_with_norm_test")
+    added_steps = (measured["whole_round"] / tested - 1.0) * config.number_of_inner_steps_between_outers
     peak = peak_flops(torch.device(config.devices[0]))
     return {
-        "tokens_per_second": tokens_per_second,
-        "mfu": {name: speed * found["flops_per_token"] / peak for name, speed in tokens_per_second.items()},
+        "tokens_per_second": measured,
+        "mfu": {name: speed * found["flops_per_token"] / peak for name, speed in measured.items()},
         "inner_steps_of_bare_loop": found["of_bare_loop"]["inner steps"],
         "statistics_share_of_200_steps": added_steps / 200,
         "peak_flops": peak,
@@ -131,22 +130,18 @@ def large(config: Config) -> dict:
     """Measure a round, and its inner steps alone, after a warm-up round: tokens/s, MFU and the allocator's peak."""
     cluster = Cluster(config, make_data(config))
     device = cluster.devices[0]
-    (trainer,) = cluster.trainers.values()
-    schedule = RoundSchedule(config.number_of_inner_steps_between_outers, 0.0, 0.0)
-    whole_round(trainer, schedule)
+    whole_round(cluster)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    tokens = schedule.inner_steps * config.INITIAL_BATCH_SIZE * config.sequence_length
-    tokens_per_second = {
-        "whole_round": tokens / seconds(lambda: whole_round(trainer, schedule), device),
-        "inner_steps": tokens / seconds(lambda: inner_steps(trainer, schedule), device),
-    }
+    round_seconds = seconds(lambda: whole_round(cluster), device)
+    step_seconds = seconds(lambda: inner_steps(cluster), device)
+    measured = tokens_per_second(config, {"whole_round": [round_seconds], "inner_steps": [step_seconds]})
     flops = flops_per_token(cluster.models[device].module, config.sequence_length)
     peak = peak_flops(device)
     return {
         "parameters": cluster.parameter_count,
-        "tokens_per_second": tokens_per_second,
-        "mfu": {name: speed * flops / peak for name, speed in tokens_per_second.items()},
+        "tokens_per_second": measured,
+        "mfu": {name: speed * flops / peak for name, speed in measured.items()},
         "peak_bytes": torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
         "planned_bytes": estimate(config).device_bytes,
     }
@@ -157,11 +152,9 @@ def graphs(configs: Mapping[str, Config], repeats: int = 5) -> dict:
     functions = {}
     for name, config in configs.items():
         cluster = Cluster(config, make_data(config))
-        schedule = RoundSchedule(config.number_of_inner_steps_between_outers, 0.0, 0.0)
-        functions[name] = partial(inner_steps, cluster.trainers[0], schedule)
+        functions[name] = partial(inner_steps, cluster)
     times = interleaved(functions, cluster.devices[0], repeats)
-    tokens = config.number_of_inner_steps_between_outers * config.INITIAL_BATCH_SIZE * config.sequence_length
-    return {"tokens_per_second": {name: tokens / statistics.median(values) for name, values in times.items()}}
+    return {"tokens_per_second": tokens_per_second(config, times)}
 
 
 def trainers(device: str, counts: Sequence[int], overrides: Sequence[str] = ()) -> dict:

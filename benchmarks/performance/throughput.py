@@ -9,7 +9,7 @@ import argparse
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -29,7 +29,6 @@ from fabrics.models.initialisation import flops_per_token
 from fabrics.models.model_family import build_model
 from fabrics.training.inner_loop import InnerLoop
 from fabrics.training.optimizers import inner_optimizer_of
-from trainers import Trainer
 from utils.config.reading import parse_config
 from utils.config.schema import Config, ConfigError
 from utils.distributed.devices import wait_for
@@ -171,18 +170,32 @@ class LibraryLoop(BareLoop):
             self.worker.step()
 
 
-def inner_steps(trainer: Trainer, schedule: RoundSchedule) -> None:
-    """Run the inner steps of a round, without outer step and batch test."""
+def round_schedule(config: Config) -> RoundSchedule:
+    return RoundSchedule(config.number_of_inner_steps_between_outers, 0.0, 0.0)
+
+
+def inner_steps(cluster: Cluster) -> None:
+    """Run the inner steps of a round of the only trainer, without outer step and batch test."""
+    trainer = cluster.trainers[0]
+    schedule = round_schedule(cluster.config)
     assignment = trainer.assignments(trainer.split_work(), schedule)[0]
     loop = InnerLoop(trainer.workers[0], assignment, trainer.parameters, False, lambda: None)
     loop.run(until=schedule.inner_steps)
 
 
-def whole_round(trainer: Trainer, schedule: RoundSchedule) -> None:
-    """Run a whole round of a trainer, without evaluation."""
+def whole_round(cluster: Cluster) -> None:
+    """Run a whole round of the only trainer, without evaluation."""
+    trainer = cluster.trainers[0]
+    schedule = round_schedule(cluster.config)
     split = trainer.split_work()
     trained = trainer.train_round(split, schedule, lambda: None)
     trainer.conclude_round(split, schedule, [trained])
+
+
+def tokens_per_second(config: Config, seconds: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """Return the median speed of rounds by name."""
+    tokens = config.number_of_inner_steps_between_outers * config.INITIAL_BATCH_SIZE * config.sequence_length
+    return {name: tokens / statistics.median(values) for name, values in seconds.items()}
 
 
 def step_speeds(config: Config, repeats: int, clock: Callable[[], float] = time.perf_counter) -> dict:
@@ -193,18 +206,16 @@ def step_speeds(config: Config, repeats: int, clock: Callable[[], float] = time.
     device = cluster.devices[0]
     bare = BareLoop(config, data, device)
     library = LibraryLoop(config, data, device)
-    schedule = RoundSchedule(config.number_of_inner_steps_between_outers, 0.0, 0.0)
     functions = {
-        "bare loop": lambda: bare.run(schedule.inner_steps),
-        "loop over adloco.Worker": lambda: library.run(schedule.inner_steps),
-        "inner steps": lambda: inner_steps(cluster.trainers[0], schedule),
-        "whole round": lambda: whole_round(cluster.trainers[0], schedule),
-        "whole round with norm test": lambda: whole_round(tested.trainers[0], schedule),
+        "bare loop": lambda: bare.run(config.number_of_inner_steps_between_outers),
+        "loop over adloco.Worker": lambda: library.run(config.number_of_inner_steps_between_outers),
+        "inner steps": lambda: inner_steps(cluster),
+        "whole round": lambda: whole_round(cluster),
+        "whole round with norm test": lambda: whole_round(tested),
     }
     times = interleaved(functions, device, repeats, clock)
-    tokens = schedule.inner_steps * config.INITIAL_BATCH_SIZE * config.sequence_length
     return {
-        "tokens_per_second": {name: tokens / statistics.median(values) for name, values in times.items()},
+        "tokens_per_second": tokens_per_second(config, times),
         "of_bare_loop": {name: float(np.median(np.divide(times["bare loop"], own))) for name, own in times.items()},
         "flops_per_token": flops_per_token(bare.model, config.sequence_length),
     }

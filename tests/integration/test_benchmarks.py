@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from algorithms.schedule.limits import RoundSchedule
 from benchmarks.performance import throughput
 from cluster import Cluster
 from fabrics.models.initialisation import flops_per_token
@@ -40,6 +39,7 @@ def test_the_bare_loop_and_the_inner_steps_train_to_the_same_parameters(cache_di
         **throughput.OVERHEAD
         | {
             "sequence_length": 16,
+            "number_of_inner_steps_between_outers": 3,
             "model_config": {"preset": "demo", "vocab_size": 2048},
             "cache_dir": str(cache_dir),
             "learning_rate_for_inner_opt": 1e-3,
@@ -49,11 +49,10 @@ def test_the_bare_loop_and_the_inner_steps_train_to_the_same_parameters(cache_di
     data = throughput.make_data(config)
     cluster = Cluster(config, data)
     bare = throughput.BareLoop(config, data, cluster.devices[0])
-    trainer = cluster.trainers[0]
-    order = trainer.cursor.peek(0, 3 * config.INITIAL_BATCH_SIZE)
+    order = cluster.trainers[0].cursor.peek(0, 3 * config.INITIAL_BATCH_SIZE)
     bare.tokens = bare.tokens[torch.from_numpy(order)]
     bare.run(3)
-    throughput.inner_steps(trainer, RoundSchedule(3, 0.0, 0.0))
+    throughput.inner_steps(cluster)
     for own, reference in zip(
         cluster.models[cluster.devices[0]].module.parameters(), bare.model.parameters(), strict=True
     ):
