@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from pydantic import ConfigDict
+from pydantic import ConfigDict, NonNegativeFloat, PositiveFloat
 from pydantic.dataclasses import dataclass as checked_dataclass
 
 from algorithms.nodes.traffic import Link, merge_exchange
@@ -30,8 +30,8 @@ class Hardware:
     """A device of one node; docs/comparing.md describes the keys."""
 
     name: str
-    t_min: float
-    t_example: float
+    t_min: NonNegativeFloat
+    t_example: PositiveFloat
 
     def pass_seconds(self, examples: float) -> float:
         return max(self.t_min, examples * self.t_example)
@@ -42,8 +42,8 @@ class Network:
     """The network between the nodes; latency: seconds until all participants have begun and ended an exchange."""
 
     name: str
-    bits_per_second: float
-    latency: float
+    bits_per_second: PositiveFloat
+    latency: NonNegativeFloat
 
 
 def gradient_bytes(workers: int, parameters: float) -> float:

@@ -112,7 +112,14 @@ def load_spec(path: Path) -> ComparisonSpec:
         known = [*ComparisonSpec.model_fields, *MethodSpec.model_fields]
         raise ConfigError([f"{path}: {line}" for line in problem_lines(error, values, known)]) from None
     names = [method.name for method in spec.methods]
-    problems = [f"methods: {name!r} is there twice" for name in {n for n in names if names.count(n) > 1}]
+    given = {"methods": names, "seeds": spec.seeds}
+    given |= {key: [entry.name for entry in getattr(spec, key)] for key in ("hardware", "networks")}
+    problems = [
+        f"{key}: {value!r} is there twice"
+        for key, values in given.items()
+        for value in dict.fromkeys(values)
+        if values.count(value) > 1
+    ]
     if spec.reference not in names:
         problems.append(f"reference: must be one of the methods, got {spec.reference!r}")
     if bool(spec.hardware) != bool(spec.networks):
