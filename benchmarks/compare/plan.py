@@ -109,8 +109,14 @@ def main(arguments: list[str] | None = None) -> None:
         link = Link.parse(options.link)
     except ValueError as error:
         parser.error(f"--link: {error}")
+    for name in ("nodes", "speed", "seconds", "parameters", "noise_scale"):
+        if getattr(options, name) <= 0:
+            parser.error(f"--{name.replace('_', '-')}: must be positive, got {getattr(options, name)}")
     situation = Situation(options.nodes, options.speed, link, options.seconds, options.parameters, options.noise_scale)
-    for plan in situation.best_of_each_kind():
+    plans = situation.best_of_each_kind()
+    if not plans:
+        print("no plan makes a step in this time")
+    for plan in plans:
         examples = situation.examples(plan)
         print(f"{kind_of(plan)}: {examples:,} examples, worth {situation.worth(plan):,.0f} of a very small batch")
         print(f"  python run.py {settings(situation, plan, options.link)}")

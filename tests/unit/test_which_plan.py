@@ -39,6 +39,16 @@ def test_the_value_of_an_example_by_hand():
     assert example_value(16, 4, 7.2, noise_scale=48) == pytest.approx(0.75 / 4**0.228)
 
 
+def test_numbers_without_a_plan_are_refused(capsys):
+    given = {"--nodes": "4", "--speed": "350", "--link": "10Mb/s,1ms", "--seconds": "0.01"}
+    main([word for option in given.items() for word in option])
+    assert capsys.readouterr().out == "no plan makes a step in this time\n"
+    for option in ("--nodes", "--speed", "--seconds"):
+        with pytest.raises(SystemExit):
+            main([word for each in (given | {option: "0"}).items() for word in each])
+        assert f"{option}: must be positive, got 0" in capsys.readouterr().err
+
+
 def test_the_formula_predicts_the_recorded_plans():
     """The logarithm of the perplexity is a parabola in that of the examples times their value, fitted to the plans."""
     plans = [plan for plan in all_plans() if plan.family == "DiLoCo" or plan.workers == 1]
