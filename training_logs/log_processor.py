@@ -12,6 +12,7 @@ import math
 import os
 import select
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -25,7 +26,7 @@ from utils.text import merge_line
 
 # The summary of a gradient analysis, by which its folder is known.
 ANALYSIS_SUMMARY = "gradient_analysis.json"
-# Seconds between two looks at the folder of a run that trains.
+# Seconds between two looks at the folder of a run that trains, and at least ten times those of reading a long log.
 _LOOK_SECONDS = 1.0
 # Column of training_log.csv: title in the dashboard, with one series per trainer.
 _TITLES = {
@@ -71,10 +72,13 @@ def send_run(folder: Path, tracker: Tracker, follow: bool = False) -> None:
     rounds = 0
     merged = 0
     ended = False
+    pause = _LOOK_SECONDS
     while not ended:
         # The end comes first: what is read afterwards is everything that the run has written.
-        ended = not follow or _run_has_ended()
+        ended = not follow or _run_has_ended(pause)
+        started = time.monotonic()
         run = read_run(folder)
+        pause = max(_LOOK_SECONDS, 10.0 * (time.monotonic() - started))
         for step, rows in progress_bar(run.by_round.items(), desc="sending", unit=" rounds", leave=False, delay=1):
             if step > rounds:
                 tracker.scalars(step, round_scalars(run, rows))
@@ -112,9 +116,9 @@ def _inside(folder: Path, paths: Mapping[str, Path]) -> dict[str, Path]:
     return {name: path for name, path in paths.items() if path.resolve().is_relative_to(folder.resolve())}
 
 
-def _run_has_ended() -> bool:
+def _run_has_ended(pause: float) -> bool:
     """Wait for the next look at the folder, or for the end of the run."""
-    readable, _, _ = select.select([sys.stdin], [], [], _LOOK_SECONDS)
+    readable, _, _ = select.select([sys.stdin], [], [], pause)
     return bool(readable)
 
 
@@ -152,7 +156,7 @@ def main(arguments: list[str] | None = None) -> int:
             send_analysis(options.run, tracker)
         else:
             send_run(options.run, tracker, options.follow)
-    except (ConfigError, RunFolderError) as error:
+    except (ConfigError, RunFolderError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     if mode == "offline":

@@ -209,7 +209,8 @@ def test_a_run_is_followed_until_the_process_that_trains_has_ended(folder, tmp_p
     log.write_text("".join([header, *(line for line in lines if int(line.split(",")[0]) <= 3)]))
     looks = []
 
-    def has_ended():
+    def has_ended(pause):
+        assert pause == 1.0
         looks.append(1)
         if len(looks) == 2:
             log.write_text(whole)
@@ -219,6 +220,14 @@ def test_a_run_is_followed_until_the_process_that_trains_has_ended(folder, tmp_p
     listener = Listener(tmp_path)
     log_processor.send_run(tmp_path / "run", listener, follow=True)
     assert listener.calls == [1, 2, 3, 4, 5, "summary", "changes.patch", "interrupted"]
+
+
+def test_a_run_folder_that_cannot_be_written_is_one_line(folder, tmp_path, capsys):
+    run = shutil.copytree(folder, tmp_path / "run", ignore=shutil.ignore_patterns("clearml"))
+    (run / "clearml").write_text("")
+    assert log_processor.main([str(run), "--mode", "offline"]) == 2
+    (error,) = capsys.readouterr().err.splitlines()
+    assert error.startswith("error: [Errno 17] File exists: ")
 
 
 def test_a_foreign_folder_uploads_no_file_outside_itself(folder, tmp_path):
