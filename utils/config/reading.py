@@ -337,22 +337,9 @@ def _unknown_choices(config: Config, choices: Mapping[str, Collection[str]]) -> 
     return found
 
 
-class _FloatDumper(getattr(yaml, "CSafeDumper", yaml.SafeDumper)):
-    """Writes floats so that any reader of YAML 1.1 takes them as floats: 1.0e-05, not 1e-05."""
-
-
-def _represent_float(dumper: yaml.SafeDumper, value: float) -> yaml.Node:
-    text = repr(value)
-    if "e" in text and "." not in text:
-        text = text.replace("e", ".0e")
-    return dumper.represent_scalar("tag:yaml.org,2002:float", text)
-
-
-_FloatDumper.add_representer(float, _represent_float)
-
-
 def dump_config(config: Config) -> str:
     """Return the configuration as YAML with every default filled in; loading it gives an equal Config."""
     values = dataclasses.asdict(config)
     ordered = {name: values[name] for name in FIELDS}
-    return yaml.dump(ordered, Dumper=_FloatDumper, sort_keys=False, allow_unicode=True)
+    dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
+    return yaml.dump(ordered, Dumper=dumper, sort_keys=False, allow_unicode=True)
