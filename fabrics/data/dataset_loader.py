@@ -31,7 +31,7 @@ from fabrics.data.python_docs import python_docs_source
 from fabrics.data.token_store import TokenisedPart, TokenisedSet, content_digest, tokenised_documents, verified_sets
 from fabrics.data.tokenization import describe, vocabulary_size
 from utils.config.schema import Config, ConfigError
-from utils.distributed.processes import LocalProcesses, Processes, agree, done_by_all
+from utils.distributed.processes import Processes, agree, done_by_all
 from utils.text import counted
 
 logger = logging.getLogger("adloco.dataset")
@@ -186,7 +186,7 @@ def _load(config: Config) -> TaskData:
 
 def load_data(config: Config, processes: Processes | None = None) -> TaskData:
     """Load the data of a run; all its processes call this. ConfigError: data do not fit, or differ in processes."""
-    processes = processes or LocalProcesses()
+    processes = processes or Processes()
     if config.splits_data:
         config = dataclasses.replace(config, data_shares=share_count(config, len(processes.devices)))
     # The first process of each machine fills the cache for the others, and verifies its checksums.

@@ -17,6 +17,7 @@ from fabrics.training.inner_loop import InnerLoop
 from fabrics.training.worker import NodeFailedError, TrainingError
 from tests.support.helpers import (
     CPU,
+    LocalProcesses,
     Recorder,
     light_cluster,
     make_config,
@@ -32,7 +33,6 @@ from utils.checkpoint import newest_checkpoint
 from utils.config.schema import ConfigError
 from utils.distributed.devices import is_out_of_memory
 from utils.distributed.peers import PeerLostError
-from utils.distributed.processes import LocalProcesses
 from utils.distributed.reductions import Workers
 from utils.distributed.shard_groups import ShardGroup
 

@@ -21,11 +21,10 @@ from fabrics.training.flat_model import FlatModel
 from fabrics.training.sharded_model import ShardedModel, layers_of, sharded_layers, sharded_parts
 from fabrics.training.worker import TrainingError
 from tests.support import shard_groups
-from tests.support.helpers import CPU, tiny_bert, tiny_data, tiny_llama
+from tests.support.helpers import CPU, LocalProcesses, tiny_bert, tiny_data, tiny_llama
 from tests.support.runs import summary, write_config
 from tests.unit.test_attention import language_model
 from utils.config.reading import ConfigError, parse_config
-from utils.distributed.processes import LocalProcesses
 
 
 @pytest.fixture(scope="module")

@@ -9,10 +9,10 @@ import torch
 from safetensors.torch import save_file
 
 from fabrics.training.sharded_model import ShardLayout
+from tests.support.helpers import LocalProcesses
 from tests.support.threads import together
 from utils import checkpoint
 from utils.checkpoint import Checkpoint, CheckpointError, Checkpoints, FilePart, newest_checkpoint, write_parts
-from utils.distributed.processes import LocalProcesses
 
 ALONE = LocalProcesses([torch.device("cpu")], 1)
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -23,13 +23,12 @@ from benchmarks.compare.runs import ComparisonError, Runner
 from benchmarks.compare.spec import load_spec, make_run
 from cluster import Cluster
 from tests.support.comparisons import small_comparison
-from tests.support.helpers import warnings_of, without_privileges
+from tests.support.helpers import LocalProcesses, warnings_of, without_privileges
 from tests.support.programs import LIMIT_SECONDS
 from tests.support.runs import assert_same_run, error_lines, summary, write_config
 from training_logs.recording.run_folder import lock_run
 from training_logs.showing.run_data import RunFolderError
 from utils.checkpoint import Checkpoints, newest_checkpoint
-from utils.distributed.processes import LocalProcesses
 from utils.files import write_folder_atomically
 
 pytestmark = pytest.mark.long

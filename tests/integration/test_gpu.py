@@ -22,6 +22,7 @@ from fabrics.training.inner_loop import InnerLoop, backward
 from fabrics.training.worker import Node
 from gradient_analysis.gradients import Gradients
 from tests.support.helpers import (
+    LocalProcesses,
     make_config,
     make_trainer,
     padded,
@@ -34,7 +35,6 @@ from tests.support.helpers import (
 from tests.support.library import Regression
 from tests.support.runs import write_config
 from trainers import Trainer
-from utils.distributed.processes import LocalProcesses
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 GPU = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")

@@ -32,7 +32,7 @@ from trainers import Trainer
 from training_logs.recording.records import Observer
 from utils.config.reading import parse_config
 from utils.config.schema import Config
-from utils.distributed.processes import LocalProcesses, Processes
+from utils.distributed.processes import Processes
 
 CPU = torch.device("cpu")
 VOCABULARY = 61
@@ -117,6 +117,15 @@ def separable_texts(count: int, seed: int = 0) -> PaddedSequences:
         (generator.integers(1, half, generator.integers(3, 9)) + (half if label else 0)).tolist() for label in classes
     ]
     return padded(texts, classes, limit=8)
+
+
+class LocalProcesses(Processes):
+    """The only process of a run, with its nodes."""
+
+    def __init__(self, devices: Sequence[torch.device] = (), nodes_per_device: int = 1):
+        super().__init__()
+        if devices:
+            self.place(devices, nodes_per_device)
 
 
 def make_trainer(

@@ -29,6 +29,7 @@ from tests.support import matrix
 from tests.support.helpers import (
     CPU,
     TINY_ARCHITECTURE,
+    LocalProcesses,
     Recorder,
     make_config,
     separable_texts,
@@ -39,7 +40,7 @@ from tests.support.helpers import (
 )
 from utils.checkpoint import Checkpoints
 from utils.config.schema import Config
-from utils.distributed.processes import LocalProcesses, Processes, join_processes, meet
+from utils.distributed.processes import Processes, join_processes, meet
 from utils.distributed.shard_groups import _return_freed_memory
 
 _RUN = {

@@ -17,6 +17,7 @@ from fabrics.training.inner_loop import backward
 from tests.support.helpers import (
     CPU,
     TINY_ARCHITECTURE,
+    LocalProcesses,
     make_config,
     padded,
     random_sequences,
@@ -28,7 +29,6 @@ from tests.support.helpers import (
 )
 from tests.support.synchronising import trainer_of
 from utils.config.schema import ConfigError
-from utils.distributed.processes import LocalProcesses
 
 INNER_PRODUCTS = {"sampling_method": "inner_product_test", "nodes_per_gpu": 8}
 

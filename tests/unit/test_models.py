@@ -24,9 +24,17 @@ from fabrics.models.export import save_model
 from fabrics.models.model_family import build_model, is_pretrained, reinitialise_output_layer
 from fabrics.training.flat_model import FlatModel
 from fabrics.training.inner_loop import probed_backward
-from tests.support.helpers import CPU, TINY_ARCHITECTURE, Recorder, tiny_bert, tiny_cluster, tiny_data, tiny_llama
+from tests.support.helpers import (
+    CPU,
+    TINY_ARCHITECTURE,
+    LocalProcesses,
+    Recorder,
+    tiny_bert,
+    tiny_cluster,
+    tiny_data,
+    tiny_llama,
+)
 from utils.config.schema import ConfigError
-from utils.distributed.processes import LocalProcesses
 
 
 @pytest.fixture(scope="module")

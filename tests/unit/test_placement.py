@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.support.helpers import make_config
+from tests.support.helpers import LocalProcesses, make_config
 from utils.distributed import processes
 from utils.distributed.devices import (
     Rank,
@@ -167,5 +167,5 @@ def test_the_only_process_makes_its_gpu_the_current_one(monkeypatch):
     current = []
     monkeypatch.setattr(processes, "identity", str)
     monkeypatch.setattr(torch.cuda, "set_device", current.append)
-    processes.LocalProcesses([torch.device("cuda", 3)], 2)
+    LocalProcesses([torch.device("cuda", 3)], 2)
     assert current == [torch.device("cuda", 3)]

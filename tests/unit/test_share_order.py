@@ -15,6 +15,7 @@ from fabrics.training.flat_model import FlatModel
 from fabrics.training.worker import Node
 from tests.support.helpers import (
     CPU,
+    LocalProcesses,
     make_config,
     padded,
     random_sequences,
@@ -22,7 +23,6 @@ from tests.support.helpers import (
     train,
 )
 from trainers import Trainer
-from utils.distributed.processes import LocalProcesses
 
 
 def read(cursor: DataCursor, batches: list[int], steps: int) -> list[list[int]]:

@@ -10,9 +10,8 @@ from fabrics.pool import eval_tool
 from fabrics.pool.eval_tool import Validation, evaluate
 from fabrics.training.flat_model import FlatModel
 from fabrics.training.worker import Node
-from tests.support.helpers import CPU, Recorder, light_cluster, make_config, tiny_data, tiny_llama
+from tests.support.helpers import CPU, LocalProcesses, Recorder, light_cluster, make_config, tiny_data, tiny_llama
 from trainers import Trainer
-from utils.distributed.processes import LocalProcesses
 
 
 def test_every_device_evaluates_the_batches_of_its_workers(monkeypatch):

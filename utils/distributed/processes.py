@@ -225,15 +225,6 @@ class Processes:
             dist.destroy_process_group()
 
 
-class LocalProcesses(Processes):
-    """The only process of a run, with its nodes."""
-
-    def __init__(self, devices: Sequence[torch.device] = (), nodes_per_device: int = 1):
-        super().__init__()
-        if devices:
-            self.place(devices, nodes_per_device)
-
-
 # Agreement of all processes before training
 #
 # A process with another configuration or other data would not stop the others: it would spoil the average, or wait for
