@@ -315,9 +315,10 @@ class Cluster:
         for report in reports.values():
             counters.examples += report.examples
             counters.tokens += report.tokens
-            counters.add_synchronisations(
-                report.communications, report.bytes_synchronised, report.left_out, report.lost_messages
-            )
+            counters.communications += report.communications
+            counters.bytes_synchronised += report.bytes_synchronised
+            counters.left_out += report.left_out
+            counters.lost_messages += report.lost_messages
             for warning in report.warnings:
                 warn(f"trainer {report.trainer}: {warning}")
         seconds = max(sum(part.seconds for part in process.trained.values()) for process in processes)

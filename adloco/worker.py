@@ -478,8 +478,6 @@ class Worker:
                 seconds=[0.0] * self.workers,
                 own_steps=[inner_steps] * self.workers,
                 batches=batches,
-                step_seconds=0.0,
-                server_seconds=lambda elements: 0.0,
                 random=partial(method_generator, RoundKey(self._config.training_seed, 0, 0, self.rounds)),
             ),
             inner=Inner(decay, self._update_shared, self._optimizer.param_groups[0]["lr"]),

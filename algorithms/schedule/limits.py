@@ -85,12 +85,6 @@ class RunCounters:
             self.measured_seconds += seconds
             self.measured_examples += examples
 
-    def add_synchronisations(self, communications: int, sent_bytes: int, left_out: int, lost_messages: int) -> None:
-        self.communications += communications
-        self.bytes_synchronised += sent_bytes
-        self.left_out += left_out
-        self.lost_messages += lost_messages
-
 
 @dataclass(frozen=True)
 class RoundSchedule:

@@ -49,7 +49,7 @@ class LocalWorker:
 
 @dataclass
 class Clock:
-    """The position in the round, random numbers for it, and the simulated times of the workers.
+    """The position in the round, random numbers for it, and the simulated times of the workers; by default no round.
 
     Attributes:
         inner_steps: of the round.
@@ -62,13 +62,13 @@ class Clock:
         step: inner steps of the round that are done.
     """
 
-    inner_steps: int
-    seconds: Sequence[float]
-    own_steps: Sequence[int]
-    batches: Sequence[int]
-    step_seconds: float
-    server_seconds: Callable[[int], float]
-    random: Callable[[int], torch.Generator]
+    inner_steps: int = 0
+    seconds: Sequence[float] = ()
+    own_steps: Sequence[int] = ()
+    batches: Sequence[int] = ()
+    step_seconds: float = 0.0
+    server_seconds: Callable[[int], float] = lambda elements: 0.0
+    random: Callable[[int], torch.Generator] = lambda step: torch.Generator()
     step: int = 0
 
     def generator(self) -> torch.Generator:

@@ -61,19 +61,16 @@ def _read_shards(paths: list[Path], skipped: Skipped) -> Iterator[Document]:
             yield Document(record["text"], host(record))
 
 
-def hub_source(language: str, repository: str | None = None) -> Source:
+def hub_source(language: str) -> Source:
     """C4 on the hub, with its own validation split; only as much is read as is needed.
 
     `datasets` retries broken connections. HF_HUB_OFFLINE=1 skips the retries on a machine without a network.
-
-    repository: None: allenai/c4; a folder with the same layout works as well.
     """
-    name = repository or REPOSITORY
     return Source(
-        name=f"{name} ({language}) on the hub",
-        identity={"repository": name, "language": language},
-        train=partial(_read_hub, name, language, "train"),
-        validation=partial(_read_hub, name, language, "validation"),
+        name=f"{REPOSITORY} ({language}) on the hub",
+        identity={"repository": REPOSITORY, "language": language},
+        train=partial(_read_hub, REPOSITORY, language, "train"),
+        validation=partial(_read_hub, REPOSITORY, language, "validation"),
     )
 
 

@@ -7,6 +7,7 @@ added in the order of the batches, so that the result does not depend on who eva
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
@@ -144,12 +145,11 @@ class Validation:
         for device, batches in self._local_batches(worker_group).items():
             model = self._models[device]
             with model.evaluating(worker_group.shared["parameters"]) as module:
+                begin = partial(begin_batches, module, self._examples, self._batch_size, device)
                 own, others = model.local_batches(batches)
-                before = (module, self._examples, self._batch_size, device)
-                after = (model.count_pass, model.loss_chunk_tokens)
-                begun.append(begin_batches(*before, own, *after))
+                begun.append(begin(own, model.count_pass, model.loss_chunk_tokens))
                 if others:  # all devices that share a model make every forward pass together
-                    begin_batches(*before, others, *after)
+                    begin(others, model.count_pass, model.loss_chunk_tokens)
         # Wait only after all devices have work.
         return EvaluationPart.join([part.wait() for part in begun]) if begun else None
 

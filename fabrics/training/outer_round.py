@@ -38,7 +38,7 @@ class OuterRound:
     ):
         first = next(iter(assignments.values()))
         inner_steps = len(first.learning_rates)
-        weights = split.examples_each(inner_steps)
+        examples = split.examples_each(inner_steps)
         self._config = config
         self._worker_group = worker_group
         self._method = worker_group.method
@@ -52,9 +52,9 @@ class OuterRound:
             model=worker_group.first_model,
             shared=worker_group.shared,
             values=dict(worker_group.values),
-            weights=[weight / sum(weights) for weight in weights],
+            weights=[own / sum(examples) for own in examples],
             # For methods with simulated times, and for methods that exchange gradients.
-            clock=self._clock(split, inner_steps),
+            clock=self._clock(split, inner_steps, examples),
             inner=Inner(config.weight_decay, self._update_shared, first.learning_rates[0]),
             outer=worker_group.outer,
             events=self.events,
@@ -141,12 +141,10 @@ class OuterRound:
         model.gradient.zero_()
         parameters.copy_(model.parameters)
 
-    def _clock(self, split: WorkSplit, inner_steps: int) -> Clock:
-        workers = len(self._worker_group)
-        seconds = [0.0] * workers
-        own_steps = [0] * workers
-        batches = [0] * workers
-        examples = split.examples_each(inner_steps)
+    def _clock(self, split: WorkSplit, inner_steps: int, examples: Sequence[int]) -> Clock:
+        seconds = [0.0] * len(examples)
+        own_steps = [0] * len(examples)
+        batches = [0] * len(examples)
         for worker, steps in split.steps_in_time(inner_steps).items():
             own_steps[worker] = steps
             batches[worker] = split.plans[worker].effective_batch

@@ -299,7 +299,7 @@ class WorkerGroup:
             shared=self._shapes if self.shared is None else self.shared,
             values=self.values,
             weights=[weight / sum(weights) for weight in weights],
-            clock=Clock(0, (), (), (), 0.0, self.server_seconds, lambda step: torch.Generator()),
+            clock=Clock(),
             inner=None,
             outer=self.outer,
             events=events,

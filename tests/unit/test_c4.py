@@ -67,12 +67,12 @@ def test_the_hub_gives_the_documents_of_its_shards(make_c4, c4_shards, monkeypat
     expected = [document.text for document in source.train(Skipped())][:400]
     assert "".join(f"{text}<|endoftext|>" for text in expected).startswith(text_of(data))
     assert data.documents == {"train": 400, "validation": 40}
-    hub = c4.hub_source("en", str(c4_shards))
+    hub = c4.hub_source("en")
     assert list(hub.validation(Skipped())) == list(source.validation(Skipped()))
     with pytest.raises(ConfigError, match="data_sample_size: C4 on the hub is too large"):
         load_data(make_c4(data_sample_size=None))
     with pytest.raises(DatasetError, match=r"ValueError: .*'tlh' not found.*'en'"):
-        next(c4.hub_source("tlh", str(c4_shards)).train(Skipped()))
+        next(c4.hub_source("tlh").train(Skipped()))
 
 
 def test_raw_and_tokenised_shards_give_the_same_examples(make_c4, c4_shards, tokenised_c4, tokenizer_folder):
