@@ -261,11 +261,6 @@ class DataCursor:
         """Examples of the reader with the fewest, if every share has its own worker."""
         return min(walk.size for walk in self._walks.values()) if self._by_worker else len(self)
 
-    @property
-    def subset(self) -> np.ndarray:
-        """Examples of the trainer, sorted."""
-        return np.concatenate([self._data.draw(walk.members) for walk in self._walks.values()])
-
     def _readers(self, workers: int) -> list[tuple[int, ...]]:
         if self._by_worker:
             return shares_of_workers(list(self._walks), workers)
@@ -280,10 +275,6 @@ class DataCursor:
             size = sum(self._walks[number].size for number in numbers)
             found.append(Reading(self._places(numbers), together, size))
         return found
-
-    def peek(self, offset: int, count: int) -> np.ndarray:
-        """Return `count` example indices (int64) from `offset` on, of all walks together; the position stays."""
-        return self._places(tuple(self._walks))(offset, count)
 
     def _next(self, numbers: Sequence[int], count: int) -> tuple[np.ndarray, np.ndarray]:
         positions = [self.positions[number] for number in numbers]

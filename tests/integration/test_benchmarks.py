@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks.performance import throughput
 from cluster import Cluster
 from fabrics.models.initialisation import flops_per_token
-from tests.support.helpers import make_config, random_sequences, tiny_llama
+from tests.support.helpers import make_config, peek, random_sequences, tiny_llama
 
 
 def test_the_overhead_is_printed_as_ratios_to_the_bare_loop(cache_dir, capsys):
@@ -49,7 +49,7 @@ def test_the_bare_loop_and_the_inner_steps_train_to_the_same_parameters(cache_di
     data = throughput.make_data(config)
     cluster = Cluster(config, data)
     bare = throughput.BareLoop(config, data, cluster.devices[0])
-    order = cluster.trainers[0].cursor.peek(0, 3 * config.INITIAL_BATCH_SIZE)
+    order = peek(cluster.trainers[0].cursor, 0, 3 * config.INITIAL_BATCH_SIZE)
     bare.tokens = bare.tokens[torch.from_numpy(order)]
     bare.run(3)
     throughput.inner_steps(cluster)

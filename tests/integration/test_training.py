@@ -22,10 +22,12 @@ from tests.support.helpers import (
     light_cluster,
     make_config,
     make_trainer,
+    peek,
     per_example_statistics,
     random_sequences,
     resumed,
     separable_texts,
+    subset_of,
     tiny_bert,
     tiny_llama,
     train,
@@ -71,7 +73,7 @@ def test_the_statistics_cover_all_micro_batches_of_all_workers(test):
     model = use_torch_norms(tiny_llama())
     trainer = make_trainer(copy.deepcopy(model), config, PackedSequences(sequences), nodes=2, max_batch=3)
     expected = []
-    for part in np.split(trainer.cursor.peek(0, 14), 2):
+    for part in np.split(peek(trainer.cursor, 0, 14), 2):
         ids = torch.from_numpy(sequences[part]).long()
         expected.append(per_example_statistics(model, {"input_ids": ids, "labels": ids}))
     (report,) = train(trainer, 1, inner_steps=3)
@@ -89,7 +91,7 @@ def test_four_workers_compare_sketches_of_their_gradients():
     """Products between workers, of which there are three times as many as within them, by sketches."""
     config = make_config(INITIAL_BATCH_SIZE=32)
     trainer = make_trainer(tiny_llama(), config, PackedSequences(random_sequences(50)), nodes=4)
-    model, batches = tiny_llama(), np.split(trainer.cursor.peek(0, 32), 4)
+    model, batches = tiny_llama(), np.split(peek(trainer.cursor, 0, 32), 4)
     (report,) = train(trainer, 1, inner_steps=3)
     sums = []
     for part in batches:
@@ -114,7 +116,7 @@ def test_a_small_batch_is_probed_on_the_next_examples():
     sequences = random_sequences(50)
     model = use_torch_norms(tiny_llama())
     trainer = make_trainer(copy.deepcopy(model), config, PackedSequences(sequences), nodes=1)
-    upcoming = sequences[trainer.cursor.peek(3 * 2, 8)]
+    upcoming = sequences[peek(trainer.cursor, 3 * 2, 8)]
     statistics, own = train(trainer, 1, inner_steps=3)[0].workers[0].samples
     ids = torch.from_numpy(upcoming).long()
     expected = per_example_statistics(model, {"input_ids": ids, "labels": ids})
@@ -143,7 +145,7 @@ def test_across_workers_compares_the_first_gradients(method, means):
     model = use_torch_norms(tiny_llama())
     trainer = make_trainer(copy.deepcopy(model), config, PackedSequences(sequences), nodes=3)
     gradients = []
-    for part in np.split(trainer.cursor.peek(0, 6), 3):
+    for part in np.split(peek(trainer.cursor, 0, 6), 3):
         model.zero_grad()
         ids = torch.from_numpy(sequences[part]).long()
         F.cross_entropy(model(input_ids=ids).logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()).backward()
@@ -269,7 +271,7 @@ def test_a_merge_averages_parameters_and_momentum_and_unites_the_data():
     v = 0.75 * trainers[0].shared["velocity"] + 0.25 * trainers[1].shared["velocity"]
     assert v.abs().max() > 0.0
     moment = trainers[0].workers[0].state_dict()["exp_avg"].clone()
-    data = set(trainers[0].cursor.subset) | set(trainers[1].cursor.subset)
+    data = set(subset_of(trainers[0].cursor)) | set(subset_of(trainers[1].cursor))
     bytes_before = cluster.counters.bytes_merged
     communications_before = cluster.counters.communications
     merge = cluster._merge()
@@ -278,7 +280,7 @@ def test_a_merge_averages_parameters_and_momentum_and_unites_the_data():
     torch.testing.assert_close(trainers[0].parameters, x)
     torch.testing.assert_close(trainers[0].shared["velocity"], v)
     assert torch.equal(trainers[0].workers[0].state_dict()["exp_avg"], moment)
-    assert set(trainers[0].cursor.subset) == data
+    assert set(subset_of(trainers[0].cursor)) == data
     assert trainers[0].requested_batch == 6
     assert cluster.counters.bytes_merged - bytes_before == 2 * trainers[0].worker_group.parameter_bytes
     assert cluster.counters.communications - communications_before == 1
@@ -306,7 +308,7 @@ def test_trainers_start_from_different_or_equal_weights():
     together = light_cluster(identical_initialisation=True)
     assert len(set(bits(apart).values())) == 4
     assert len(set(bits(together).values())) == 1
-    subsets = [set(trainer.cursor.subset) for trainer in apart.trainers.values()]
+    subsets = [set(subset_of(trainer.cursor)) for trainer in apart.trainers.values()]
     assert sum(len(subset) for subset in subsets) == len(set.union(*subsets)) == 96
 
 

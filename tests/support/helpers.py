@@ -128,6 +128,17 @@ class LocalProcesses(Processes):
             self.place(devices, nodes_per_device)
 
 
+def peek(cursor: DataCursor, offset: int, count: int) -> np.ndarray:
+    """Return a trainer's next examples from `offset` on; the position stays."""
+    (reading,) = cursor.readings(1)
+    return reading.places(offset, count)
+
+
+def subset_of(cursor: DataCursor) -> np.ndarray:
+    """Return all examples of a trainer."""
+    return np.concatenate([cursor._data.draw(walk.members) for walk in cursor._walks.values()])
+
+
 def make_trainer(
     module: nn.Module,
     config: Config,

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fabrics.data.sampler import DataCursor, Subsets
+from tests.support.helpers import peek, subset_of
 
 
 def cursors(trainers: int, examples: int) -> list[DataCursor]:
@@ -23,7 +24,7 @@ def drawn_by_hand(trainer: int, trainers: int, examples: int) -> list[int]:
 
 
 def walked(cursor: DataCursor, count: int) -> list[int]:
-    examples = cursor.peek(0, count).tolist()
+    examples = peek(cursor, 0, count).tolist()
     cursor.advance([count])
     return examples
 
@@ -56,7 +57,7 @@ def test_the_order_is_numpys_for_seed_trainer_generation_and_epoch():
     own = drawn_by_hand(1, 3, 40)
     for epoch in (0, 1):
         expected = np.random.default_rng([5, 2, 1, 0, epoch]).permutation(np.array(own))
-        assert cursor.peek(epoch * len(own), len(own)).tolist() == expected.tolist()
+        assert peek(cursor, epoch * len(own), len(own)).tolist() == expected.tolist()
 
 
 @given(st.integers(1, 40), st.lists(st.integers(1, 25), min_size=1, max_size=12))
@@ -65,9 +66,9 @@ def test_the_order_is_a_function_of_the_position_alone(size, steps):
     for step in steps:
         stream += walked(walker, step)
     fresh = DataCursor(Subsets(1, size), [0])
-    assert fresh.peek(0, sum(steps)).tolist() == stream
-    assert fresh.peek(steps[0], sum(steps[1:])).tolist() == stream[steps[0] :]
-    assert reloaded(walker).peek(0, 7).tolist() == walker.peek(0, 7).tolist()
+    assert peek(fresh, 0, sum(steps)).tolist() == stream
+    assert peek(fresh, steps[0], sum(steps[1:])).tolist() == stream[steps[0] :]
+    assert peek(reloaded(walker), 0, 7).tolist() == peek(walker, 0, 7).tolist()
 
 
 # Merges
@@ -84,7 +85,7 @@ def test_a_merge_at_half_an_epoch_walks_what_is_left_and_then_the_union():
     second = walked(first, 100)
     assert sorted(second) == list(range(100))
     assert sorted(walked(first, 100)) == list(range(100))
-    assert second != first.peek(0, 100).tolist()
+    assert second != peek(first, 0, 100).tolist()
 
 
 class SeenSoFar:
@@ -125,13 +126,13 @@ events = st.lists(
 def test_nothing_is_seen_twice_in_an_epoch_whenever_trainers_merge(trainers, examples, events):
     """Also resumed at every moment."""
     walks = cursors(trainers, examples)
-    living = [(cursor, SeenSoFar(set(cursor.subset.tolist()))) for cursor in walks]
+    living = [(cursor, SeenSoFar(set(subset_of(cursor).tolist()))) for cursor in walks]
     views = Counter()
     for chosen, count, merge in events:
         cursor, expected = living[chosen % len(living)]
-        stream = cursor.peek(0, count).tolist()
-        assert reloaded(cursor).peek(0, count).tolist() == stream
-        assert cursor.peek(count // 2, count - count // 2).tolist() == stream[count // 2 :]
+        stream = peek(cursor, 0, count).tolist()
+        assert peek(reloaded(cursor), 0, count).tolist() == stream
+        assert peek(cursor, count // 2, count - count // 2).tolist() == stream[count // 2 :]
         for example in walked(cursor, count):
             expected.see(example)
             views[example] += 1

@@ -19,6 +19,7 @@ from tests.support.helpers import (
     make_config,
     padded,
     random_sequences,
+    subset_of,
     tiny_llama,
     train,
 )
@@ -134,7 +135,7 @@ def test_nothing_is_seen_twice_in_an_epoch_of_a_share(sizes, by_worker, events):
             assert max(counts) - min(counts) <= 1
             assert sum(counts) == sum(cursor.positions.get(share, 0) for cursor in living)
             assert size == len(counts)
-    assert sorted(np.concatenate([cursor.subset for cursor in living])) == list(range(sum(sizes)))
+    assert sorted(np.concatenate([subset_of(cursor) for cursor in living])) == list(range(sum(sizes)))
 
 
 # Trainers

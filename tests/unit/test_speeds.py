@@ -29,6 +29,7 @@ from tests.support.helpers import (
     make_config,
     make_trainer,
     parameters_of,
+    peek,
     random_sequences,
     recorded_pseudo_gradients,
     tiny_llama,
@@ -102,7 +103,7 @@ def test_fewer_inner_steps_equal_an_independent_implementation():
     model, sequences = tiny_llama(), random_sequences(70)
     trainer = make_trainer(copy.deepcopy(model), config, PackedSequences(sequences), nodes=2)
     of_speeds(trainer, [1, 0.5])
-    stream = torch.from_numpy(sequences[trainer.cursor.peek(0, 54)]).long()
+    stream = torch.from_numpy(sequences[peek(trainer.cursor, 0, 54)]).long()
     train(trainer, 3, inner_steps=4)
 
     replicas = [copy.deepcopy(model) for _ in range(2)]
