@@ -303,7 +303,6 @@ class Cluster:
         processes: Sequence[ProcessReport],
         warn: Callable[[str], None],
     ) -> dict[int, RoundReport]:
-        """Let every trainer conclude its round, and count what the round has used."""
         reports = {}
         for trainer in self.trainers.values():
             parts = [process.trained[trainer.id] for process in processes if trainer.id in process.trained]

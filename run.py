@@ -271,7 +271,6 @@ def prepared_run(
 
 
 def read_config(options: argparse.Namespace, resumed: str | None) -> tuple["Config", list[str]]:
-    """Return the checked configuration of the run, and warnings."""
     from fabrics.config_checks import CHECKS
     from training_logs.recording.run_folder import check_logs
     from utils.config.reading import load_config
@@ -417,7 +416,6 @@ def train_and_record(cluster: "Cluster", recorder: "Observer", folder: Path) -> 
 
 
 def start() -> int:
-    """Run the program, and return its exit status."""
     open_standard_streams()
     try:
         return main()

@@ -226,7 +226,6 @@ def idle_keys(config: Config) -> list[str]:
 
 
 def _without_effect(config: Config) -> dict[str, str]:
-    """Return the keys that nothing in this run reads, each with the reason."""
     reasons = {}
     for key, others in NOT_READ_WITH.items():
         if all(getattr(config, other) in values for other, values in others.items()):

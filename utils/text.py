@@ -48,6 +48,5 @@ def budget_used(budget: Mapping) -> str:
 
 
 def merge_line(outer_step: int, representative: int, weights: Mapping[int, float]) -> str:
-    """Describe a merge of trainers in one line."""
     parts = ", ".join(f"trainer {trainer} ({weight:.2f})" for trainer, weight in weights.items())
     return f"merge after round {outer_step}: {parts} become trainer {representative}"

@@ -35,7 +35,6 @@ def no_problems(inner_steps: int | None, workers: int | None, blocks: Sequence[B
 
 
 def bytes_of_a_mean(workers: int, mean: float, message: float, blocks: Sequence[Block], dtype: torch.dtype) -> float:
-    """Return the bytes of one mean of all parameters."""
     return mean
 
 

@@ -205,7 +205,6 @@ class Walk:
         return order
 
     def state_dict(self) -> dict:
-        """Return the key and the merged walks as plain values."""
         merged = [{"walk": walk.state_dict(), "position": position} for walk, position in self.merged]
         return {"key": list(self.key), "merged": merged}
 
@@ -328,7 +327,6 @@ class DataCursor:
         self._set_walks(self._data.unite([part for cursor in (self, *others) for part in cursor._parts()]))
 
     def state_dict(self) -> dict:
-        """Return walks and positions as plain values."""
         return {"walks": [{"walk": walk.state_dict(), "position": position} for walk, position in self._parts()]}
 
     def load_state_dict(self, state: dict) -> None:

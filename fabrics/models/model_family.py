@@ -51,12 +51,10 @@ class Demands:
 
 
 def is_pretrained(settings: Mapping[str, Any]) -> bool:
-    """True if model_config asks for pretrained weights."""
     return settings.get("pretrained") is True
 
 
 def architecture_values(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the architecture values of a model_config."""
     return {key: value for key, value in settings.items() if key not in OWN_KEYS}
 
 

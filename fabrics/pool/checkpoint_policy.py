@@ -43,7 +43,6 @@ class CheckpointPolicy:
             self._checkpoints = Checkpoints(folder / CHECKPOINTS_FOLDER, minutes, run.processes, observer.warn)
 
     def vote(self) -> Vote:
-        """Return the vote of this process."""
         return Vote(
             stop=self._stop is not None and self._stop.requested,
             save=self._checkpoints is not None and self._checkpoints.due,
@@ -71,7 +70,6 @@ class CheckpointPolicy:
             self.save_checkpoint()
 
     def save_checkpoint(self) -> None:
-        """Write a checkpoint now."""
         if self._checkpoints is not None:
             run = self._run
             state = {"cluster": run.state_dict(), "observer": self._observer.state_dict()}

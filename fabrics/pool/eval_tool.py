@@ -63,7 +63,6 @@ class EvaluationPart:
 
     @classmethod
     def join(cls, parts: Sequence["EvaluationPart"]) -> "EvaluationPart":
-        """Join parts of different batches."""
         batches = [number for part in parts for number in part.batches]
         return cls(batches, torch.cat([part.sums for part in parts]))
 

@@ -32,7 +32,6 @@ _ESTIMATION_ERROR = 0.05
 
 
 def budget_of(config: Config) -> Budget | None:
-    """The budget of a run; None without one."""
     if config.budget is None:
         return None
     return Budget(BUDGETS[config.budget], getattr(config, config.budget), config.simulated_link)
@@ -68,7 +67,6 @@ class RoundScheduler:
         self._warned = False
 
     def progress(self, counters: RunCounters) -> float:
-        """The progress of the run, 0 to 1."""
         return self._limits.progress(counters)
 
     def next_round(

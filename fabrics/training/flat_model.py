@@ -120,7 +120,6 @@ class FlatModel:
 
     @torch.no_grad()
     def load(self, parameters: torch.Tensor) -> None:
-        """Copy flat parameters into the module."""
         self.parameters.copy_(parameters)
 
     # Passes

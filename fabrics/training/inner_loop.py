@@ -273,7 +273,6 @@ class InnerLoop:
     # Report
 
     def record(self, message_lost: bool = False) -> WorkerRound:
-        """Return the worker's report of the round."""
         assignment = self._assignment
         if self.left_out is not None:
             self.vector = None

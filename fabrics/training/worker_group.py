@@ -193,7 +193,6 @@ class WorkerGroup:
 
     @property
     def outer(self) -> Outer:
-        """The configuration of outer steps."""
         dtype = torch.bfloat16 if self.encoding is BFLOAT16 else self.dtype
         return Outer(self._config.learning_rate_for_outer_opt, self._config.outer_momentum, dtype)
 

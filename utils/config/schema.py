@@ -348,7 +348,6 @@ class Nodes(Section):
 
     @property
     def simulated_link(self) -> Link:
-        """The simulated link of every node."""
         return Link.parse(self.link) if self.link else Link()
 
     def check(self) -> list[str]:

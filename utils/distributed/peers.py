@@ -31,7 +31,6 @@ class PeerLostError(RuntimeError):
 
 
 def exit_reason(code: int) -> str:
-    """Describe an exit status in words."""
     if code >= 0:
         return f"ended with status {code}"
     try:

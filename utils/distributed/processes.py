@@ -165,7 +165,6 @@ class Processes:
         return values
 
     def owns(self, node: int) -> bool:
-        """Return whether the node works in this process."""
         return self._owners[node] == self._rank.number
 
     def sharing(self, node: int) -> int:
@@ -174,7 +173,6 @@ class Processes:
         return len(owners) * (self._shard_group_size if self.devices[node].type == "cpu" else 1)
 
     def workers(self, nodes: Sequence[int]) -> Workers:
-        """Return the workers of a trainer with these nodes."""
         owners = tuple(self._owners[node] for node in nodes)
         return Workers(owners, self._rank.number, self._transport, self._in_order)
 
