@@ -7,7 +7,11 @@ from run import fast_imports
 from tests.support.docstrings import keep_docstrings
 
 with fast_imports():
+    import transformers.models.bert.modeling_bert
+    import transformers.models.llama.modeling_llama  # noqa: F401
+
     import cluster  # noqa: F401
+    import training_logs.recording.recorder  # noqa: F401
 
 keep_docstrings()
 python_docs.standard_library_docstrings()

@@ -50,10 +50,10 @@ _RUN = {
     "number_of_initial_trainers": 2,
     "merge_frequency": 2,
     "INITIAL_BATCH_SIZE": 3,  # two workers with two examples: in shard groups of four some devices have none
-    "ETA": 0.3,
+    "ETA": 0.45,
     "max_batch_size": 2,
     "statistics_batch_size": 3,
-    "max_requested_batch": 24,
+    "max_requested_batch": 12,
     "batch_test_confidence": 1.0,
     "eval_batch_size": 7,  # three batches
     "deterministic": True,
@@ -82,7 +82,8 @@ SCENARIOS = {
         "statistics_batch_size": 2,
         "max_batch_size": 4,
     },
-    "autocast": {"autocast": "bfloat16", "activation_checkpointing": True},
+    # More examples: the rounding of their gradients averages out.
+    "autocast": {"autocast": "bfloat16", "activation_checkpointing": True, "ETA": 0.3, "max_requested_batch": 24},
     "int8": {"communication_dtype": "int8", "sampling_method": "none"},
 }
 # The others have two nodes, which a trainer has together after the merge.
@@ -94,10 +95,10 @@ STOPPED_AFTER = 1  # round
 PARTS = (
     (2, 2, ("float32", "recomputed", "autocast")),
     (4, 2, ("norm test", "across workers", "sketches", "int8")),
-    (4, 4, ("norm test", "uneven rows", "classification")),
+    (4, 4, ("uneven rows", "classification")),
 )
 ONE_GROUP = (0, 2)  # parts
-RESUMED = ("norm test",)  # scenarios resumed with shard groups of another size
+RESUMED = "norm test"  # the scenario that is resumed with shard groups of another size
 WRITTEN = ("norm test", "classification")  # scenarios whose models are written
 
 BUILD = initialisation.build_model
@@ -166,7 +167,7 @@ def run_scenario(name: str, processes: Processes, state: dict | None = None, fol
         cluster = Cluster(config, data_of(name), processes)
         if state is not None:
             matrix.resume(cluster, state)
-        recorder = _Stopping() if name in RESUMED else Recorder()
+        recorder = _Stopping() if name == RESUMED else Recorder()
         final = cluster.train(recorder)
         if folder is not None:
             assert cluster.save_models(folder, recorder)
@@ -381,15 +382,13 @@ def scenarios(folder: Path) -> None:
         if count != processes.count:
             continue
         found = {}
-        resumed = {}
         for nodes in (2, 4):
             processes.place([CPU], nodes, True, size)
             for name in (name for name in names if nodes_of(name) == nodes):
-                models = folder / f"models_{number}" / name if name in WRITTEN else None
+                models = folder / "models" / name if name in WRITTEN else None
                 found[name] = run_scenario(name, processes, folder=models)
-                if name in RESUMED:
-                    resumed[name] = run_scenario(name, processes, stopped[name])
-        found["resumed"] = resumed
+                if name == RESUMED:
+                    found["resumed"] = run_scenario(name, processes, stopped)
         if number in ONE_GROUP:
             found["flat operations"] = flat_operations(processes)
             found["devices"] = devices_statistics(processes)
