@@ -277,7 +277,8 @@ def test_a_tracker_holds_the_round_log_value_by_value(programs, folder, tmp_path
 
 def test_a_missing_package_is_named_before_training(monkeypatch, tmp_path, capsys):
     monkeypatch.setitem(tracker.PACKAGES, "wandb", "no_such_package")
-    arguments = ["--config", str(ROOT / "config.yaml"), "trackers=[clearml, wandb]", f"log_dir={tmp_path / 'logs'}"]
+    arguments = ["--config", str(ROOT / "config.yaml"), "trackers=[clearml, wandb]", "processes=1"]
+    arguments.append(f"log_dir={tmp_path / 'logs'}")
     assert program.main(arguments) == 2
     assert "error: trackers: wandb needs a package: pip install no_such_package" in capsys.readouterr().err
 
@@ -313,7 +314,7 @@ def test_off_in_yaml_is_a_word():
 
 
 def test_online_without_credentials_ends_before_training(tmp_path, capsys):
-    arguments = ["--config", str(ROOT / "config.yaml"), "clearml=online", f"log_dir={tmp_path / 'logs'}"]
+    arguments = ["--config", str(ROOT / "config.yaml"), "clearml=online", "processes=1", f"log_dir={tmp_path / 'logs'}"]
     assert program.main(arguments) == 2
     assert "error: clearml: online needs credentials" in capsys.readouterr().err
     assert not (tmp_path / "logs").exists()
