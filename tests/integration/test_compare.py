@@ -23,7 +23,7 @@ from benchmarks.compare.spec import ROOT, ComparisonSpec, Run, load_spec, make_r
 from tests.support.blocks import ALL
 from tests.support.comparisons import small_comparison
 from tests.support.programs import LIMIT_SECONDS, wait_until
-from tests.support.runs import table_of
+from tests.support.runs import PAGE, table_of
 from training_logs.showing.run_data import RunData, read_run
 from utils.config.reading import load_config
 from utils.config.schema import ConfigError
@@ -199,7 +199,7 @@ def test_only_missing_outcomes_are_made_and_only_of_the_same_data(tmp_path):
 def test_small_comparison_through_its_command(tmp_path, cache_dir, capsys, monkeypatch):
     path = small_comparison(tmp_path, seeds=[1], methods=[{"name": "AdLoCo"}])
     written = yaml.safe_load(path.read_text())
-    written["common"] |= {"cache_dir": str(cache_dir), "max_tokens": 1000}
+    written["common"] |= PAGE | {"cache_dir": str(cache_dir), "max_tokens": 1000}
     del written["hardware"], written["networks"]
     path.write_text(yaml.safe_dump(written))
     monkeypatch.chdir(tmp_path)
@@ -238,7 +238,7 @@ def test_small_comparison_through_its_command(tmp_path, cache_dir, capsys, monke
 def test_an_interrupted_comparison_leaves_no_training_process(programs, cache_dir, tmp_path):
     path = small_comparison(tmp_path, seeds=[1], methods=[{"name": "AdLoCo"}])
     written = yaml.safe_load(path.read_text())
-    written["common"] |= {"cache_dir": str(cache_dir), "max_tokens": 10**9}
+    written["common"] |= PAGE | {"cache_dir": str(cache_dir), "max_tokens": 10**9}
     path.write_text(yaml.safe_dump(written))
     runs_folder = tmp_path / "runs"
     comparison = programs.start("benchmarks/compare/compare.py", path, "--runs", runs_folder, "--output", tmp_path)

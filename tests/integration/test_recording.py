@@ -16,7 +16,7 @@ from algorithms.batch.switch_mode import ExecutionPlan
 from algorithms.nodes.traffic import Event
 from fabrics.training.worker import WorkerRound
 from tests.support.helpers import CPU, warnings_of
-from tests.support.runs import record_run, start_training, summary, table_of, write_config
+from tests.support.runs import PAGE, record_run, start_training, summary, table_of, write_config
 from training_logs.recording.csv_log import CsvLog
 from training_logs.recording.memory_monitor import memory_use
 from training_logs.recording.recorder import RunRecorder
@@ -87,7 +87,7 @@ def completed(folder: Path) -> Path:
 @pytest.mark.parametrize("full", ["stdout", "stderr"])
 def test_a_full_disk_under_a_standard_stream_does_not_end_a_run(programs, tmp_path, full):
     """Not even while documents are tokenised, with bars on standard error."""
-    config = write_config(tmp_path, tmp_path / "cache", number_of_outer_steps=2)
+    config = write_config(tmp_path, tmp_path / "cache", **PAGE, number_of_outer_steps=2)
     with open("/dev/full", "w") as file:
         process = programs.start("run.py", "--config", config, **{"stderr": subprocess.PIPE} | {full: file})
         _, errors = process.communicate()
@@ -99,7 +99,7 @@ def test_a_full_disk_under_a_standard_stream_does_not_end_a_run(programs, tmp_pa
 
 @pytest.mark.usefixtures("programs")
 def test_closed_standard_streams_do_not_end_a_run(tmp_path, cache_dir):
-    config = write_config(tmp_path, cache_dir, number_of_outer_steps=1)
+    config = write_config(tmp_path, cache_dir, **PAGE, number_of_outer_steps=1)
     command = f'"{sys.executable}" run.py --config "{config}" <&- >&- 2>&-'
     assert subprocess.run(["sh", "-c", command], cwd=Path(program.__file__).parent, check=False).returncode == 0
     completed(tmp_path)

@@ -46,6 +46,15 @@ SHORT = {
     "processes": 1,
 }
 
+# Data that a new interpreter reads faster than the docstrings of the standard library.
+PAGE = {
+    "dataset": "text",
+    "text_files": [str(Path(__file__).resolve().parents[2] / "docs" / "methods.md")],
+    "text_documents": "blank_lines",
+    "data_sample_size": None,
+    "val_size": 10,
+}
+
 
 def write_config(folder: Path, cache_dir: Path, **values) -> Path:
     path = folder / "config.yaml"
@@ -57,7 +66,8 @@ def start_training(
     programs: Programs, folder: Path, cache_dir: Path, program: Sequence[str] = ("run.py",), **values
 ) -> tuple[Popen, Path]:
     """Start a run; return its process and its folder as soon as it has logged two rounds."""
-    config = write_config(folder, cache_dir, **{"save_weights_every": None, "number_of_outer_steps": 400} | values)
+    defaults = PAGE | {"save_weights_every": None, "number_of_outer_steps": 400}
+    config = write_config(folder, cache_dir, **defaults | values)
     process = programs.start(*program, "--config", config)
 
     def two_rounds() -> list[Path]:
