@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from tests.support.programs import LIMIT_SECONDS, TORCHRUN, Popen, Programs, wait_until
-from tests.support.runs import write_config
+from tests.support.runs import PAGE, write_config
 
 # Seconds that an agent waits for others before it starts its processes. The interval of its heartbeats stays as it is:
 # each one cancels the change that another agent has begun, and on a busy machine short ones would keep it out.
@@ -49,7 +49,7 @@ def test_a_run_continues_with_an_agent_that_joins_and_without_it_when_it_is_kill
     programs: Programs, agents_said, tmp_path, cache_dir
 ):
     config = write_config(
-        tmp_path, cache_dir, number_of_outer_steps=100_000, number_of_initial_trainers=1, nodes_per_gpu=2,
+        tmp_path, cache_dir, **PAGE, number_of_outer_steps=100_000, number_of_initial_trainers=1, nodes_per_gpu=2,
         INITIAL_BATCH_SIZE=8, sampling_method="none", checkpoint_every_minutes=1e-9, eval_every=1000,
         compile_model=False,
     )  # fmt: skip

@@ -70,6 +70,7 @@ def test_two_processes_train_the_same_bits_as_the_program(programs, tmp_path, ca
         "cache_dir": str(cache_dir),
         "number_of_initial_trainers": 1,
         "nodes_per_gpu": 2,
+        "number_of_outer_steps": 3,
         "save_weights_every": None,
         "max_batch_growth": None,
         "compile_model": False,
@@ -81,7 +82,7 @@ def test_two_processes_train_the_same_bits_as_the_program(programs, tmp_path, ca
     for name, (keys, arguments) in CASES.items():
         config = SHORT | common | {"run_name": name.replace(" ", "_")} | keys
         runs.append(train(config))
-        loops.append((config, 20, arguments | {"gradient_clipping": 1.0, "outer_momentum": 0.5}))
+        loops.append((config, 12, arguments | {"gradient_clipping": 1.0, "outer_momentum": 0.5}))
     found = adloco.launch(train_all_like_the_program, loops, processes=2)[0]
     for name, run, loop in zip(CASES, runs, found, strict=True):
         weights = load_file(run.model_folder / "model.safetensors")
