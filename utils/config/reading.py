@@ -316,16 +316,11 @@ def with_parameters(kind: type[T], values: Mapping[str, Any], key: str, name: st
         raise ConfigError(problems)
     try:
         return _adapter_of(kind).validate_python(dict(values))
-    except ValidationError as errors:
-        raise ConfigError([_parameter_problem(error, key, known) for error in errors.errors()]) from None
-
-
-def _parameter_problem(error: dict, key: str, known: list[str]) -> str:
-    place = ".".join(str(part) for part in error["loc"] if part in known)
-    reason = error["msg"].removeprefix("Value error, ")
-    if place:
-        return f"{key}.{place}: {reason.removeprefix('Input ')}, got {error['input']!r}"
-    return f"{key}.{reason}"
+    except ValidationError as error:
+        first = error.errors()[0]
+        if not first["loc"]:  # of __post_init__, which begins with the parameter
+            raise ConfigError(f"{key}.{first['msg'].removeprefix('Value error, ')}") from None
+        raise ConfigError(problem_lines(error, values, key=key)) from None
 
 
 def _unknown_choices(config: Config, choices: Mapping[str, Collection[str]]) -> list[str]:
