@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from fabrics.data.examples import PackedSequences
 from fabrics.training.optimizers import inner_optimizer_of
 from fabrics.training.worker import COPY, Node
-from tests.support.helpers import CPU, VOCABULARY, make_config, make_trainer, random_sequences, train
+from tests.support.helpers import CPU, VOCABULARY, make_config, make_trainer, peek, random_sequences, train
 from tests.support.oracles import History, Problem
 from trainers import Trainer
 
@@ -70,7 +70,7 @@ def problem_of(trainer: Trainer, rounds: int, inner_steps: int, ends: Sequence[S
     workers = len(trainer.nodes)
     sizes = [trainer.split_work().plans[worker].effective_batch for worker in range(workers)]
     ends = ends or [range(rounds * inner_steps)] * workers
-    peek = copy.deepcopy(trainer.cursor).peek
+    cursor = copy.deepcopy(trainer.cursor)
     # Examples are read in the order in which steps end, and of the workers.
     in_order = sorted((end, worker, step) for worker, own in enumerate(ends) for step, end in enumerate(own))
     firsts = itertools.accumulate((sizes[worker] for _, worker, _ in in_order), initial=0)
@@ -80,7 +80,7 @@ def problem_of(trainer: Trainer, rounds: int, inner_steps: int, ends: Sequence[S
         for block in model.blocks:
             named[block.name].data = torch.from_numpy(theta[block.slice].copy()).view(block.shape)
         module.zero_grad()
-        batch = EXAMPLES.batch(peek(places[worker, step], sizes[worker]), CPU)
+        batch = EXAMPLES.batch(peek(cursor, places[worker, step], sizes[worker]), CPU)
         labels = batch.pop("labels")[:, 1:]
         logits = module(**batch).logits[:, :-1]  # the module's own loss would be float32
         F.cross_entropy(logits.reshape(-1, logits.shape[-1]), labels.reshape(-1)).backward()
