@@ -312,8 +312,7 @@ def set_up(
 
     check_nodes(config, processes.devices)
     if config.memory == "auto":
-        own = {device for node, device in enumerate(processes.devices) if processes.owns(node)}
-        memory = min(processes.gather(min(device_memory(device)[0] for device in own)))
+        memory = min(processes.gather(min(device_memory(device)[0] for device in processes.own_devices)))
         devices = len(processes.devices) // config.nodes_per_gpu * config.devices_per_node
         on_gpus = processes.devices[0].type == "cuda"
         config, choice = with_chosen_memory(config, devices, memory, on_gpus)

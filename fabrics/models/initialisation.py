@@ -145,8 +145,7 @@ class DeviceModels(dict[torch.device, FlatModel]):
     def __init__(self, config: Config, data: TaskData, processes: Processes):
         if config.compile_model:
             check_compiler(config, processes)
-        own = [device for node, device in enumerate(processes.devices) if processes.owns(node)]
-        super().__init__({device: _flat_model(config, data, device, processes) for device in dict.fromkeys(own)})
+        super().__init__({device: _flat_model(config, data, device, processes) for device in processes.own_devices})
 
     @property
     def first(self) -> FlatModel:

@@ -132,7 +132,6 @@ class WorkerGroup:
         return sent + len(returning) * self.sizes.trainer
 
     def _move_workers(self, before: Sequence[int], after: Sequence[int], nodes: Sequence[Node]) -> int:
-        self._workers = self._processes.workers(after)
         if before:
             self.shared = self._provide(self.shared, before, after, tuple(self._shapes))
         old_workers = self.local
@@ -144,6 +143,8 @@ class WorkerGroup:
                     worker = Worker(node, self._models[node.device], self._config, self.method)
                     worker.load_state_dict({COPY: self.shared["parameters"]})
                 self.local[index] = worker
+        # A process without a worker has no part in messages.
+        self._workers = self._processes.workers(after) if self.local else Workers()
         moves = hand_overs(before, after, self.to_restart)
         for move in moves:
             self._hand_over(move, old_workers.get(move.worker))
@@ -198,16 +199,11 @@ class WorkerGroup:
 
     def mean(self, like: torch.Tensor, encoding: Encoding = PLAIN, weights: Sequence[float] | None = None) -> Mean:
         """Start a mean over all workers, of the shape, type and device of `like`; weights: by number, None: equal."""
-        return self._connected.mean(like, encoding, weights)
+        return self._workers.mean(like, encoding, weights)
 
     def messages(self, size: int, takers: Sequence[Collection[int]]) -> Messages:
         """Start an exchange of messages of `size` bytes; takers: the receivers of every worker's message."""
-        return self._connected.messages(size, takers, self._state_device)
-
-    @property
-    def _connected(self) -> Workers:
-        """The workers; in a process without one, no worker, so that no message comes."""
-        return self._workers if self.local else Workers()
+        return self._workers.messages(size, takers, self._state_device)
 
     def server_seconds(self, elements: int) -> float:
         """Return the seconds until a server has received this many elements of a worker and answered them."""

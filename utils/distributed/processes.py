@@ -111,7 +111,7 @@ class Processes:
         self.devices = tuple(torch.device(slot.device) for slot in slots)
         self.groups = tuple(slot.group for slot in slots)
         self._owners = tuple(slot.owner for slot in slots)
-        device = next(device for node, device in enumerate(self.devices) if self.owns(node))
+        device = self.own_devices[0]
         if device.type == "cuda":
             torch.cuda.set_device(device)
         if self.count > 1:
@@ -163,6 +163,11 @@ class Processes:
             dist.all_gather_object(values, value, group=self._round_group)
         self.stalls.end_round()
         return values
+
+    @property
+    def own_devices(self) -> list[torch.device]:
+        """The devices of this process's nodes, each once."""
+        return list(dict.fromkeys(device for node, device in enumerate(self.devices) if self.owns(node)))
 
     def owns(self, node: int) -> bool:
         return self._owners[node] == self._rank.number
