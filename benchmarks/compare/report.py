@@ -423,9 +423,8 @@ def draw_ends(results: Results) -> Figure:
     rows = range(len(names))
     figure, panels = make_figure(1 + len(labels), 4, (_WIDTH, 1.2 + 0.3 * len(names)))
     metric = [list(results.finals(name).values()) for name in names]
-    means = [statistics.fmean(values) for values in metric]
-    ranges = [[mean - min(values) for mean, values in zip(means, metric, strict=True)]]
-    ranges.append([max(values) - mean for mean, values in zip(means, metric, strict=True)])
+    means = np.array([statistics.fmean(values) for values in metric])
+    ranges = [means - [min(values) for values in metric], [max(values) for values in metric] - means]
     colours = ["black" if name == results.reference else "#1f77b4" for name in names]
     panels[0].errorbar(means, rows, xerr=ranges, ls="", capsize=3, ecolor="0.4", zorder=1)
     panels[0].scatter(means, rows, c=colours, s=36, zorder=2)

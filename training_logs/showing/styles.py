@@ -2,7 +2,6 @@
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullFormatter
 
@@ -24,7 +23,6 @@ def make_figure(panels: int, columns: int = 2, size: tuple[float, float] | None 
     lines = -(-panels // columns)
     # Figures made without pyplot need no display and need not be closed.
     figure = Figure(figsize=size or (5.5 * columns, 4.2 * lines), layout="constrained")
-    FigureCanvasAgg(figure)
     return figure, [figure.add_subplot(lines, columns, number) for number in range(1, panels + 1)]
 
 
