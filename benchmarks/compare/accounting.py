@@ -16,10 +16,10 @@ import torch
 from pydantic import ConfigDict, NonNegativeFloat, PositiveFloat
 from pydantic.dataclasses import dataclass as checked_dataclass
 
-from algorithms.nodes.traffic import Link, merge_exchange
+from algorithms.nodes.traffic import Link, merge_exchange, redistribution_exchange
 from algorithms.nodes.virtual_clock import Clocks
 from algorithms.synchronisation.encodings import PLAIN
-from training_logs.showing.run_data import RunData, Table
+from training_logs.showing.run_data import RunData
 
 # Time of a pass with per-example statistics relative to a plain one (benchmarks/performance/throughput.py measures it).
 PROBED_PASS = 1.4
@@ -102,17 +102,17 @@ def _computing(
     return found
 
 
-def _new_nodes(rows: Table, before: Mapping[int, int]) -> int:
-    """Number of nodes that joined a trainer before a round, at least one."""
-    joined = (int(row["nodes"]) - before.get(int(row["trainer_id"]), 0) for row in rows)
-    return max(1, sum(count for count in joined if count > 0))
+def _nodes(run: RunData, row: np.void) -> set[int]:
+    """The nodes of a trainer in a round; as many numbers where the node log is missing."""
+    logged = run.nodes.get((int(row["outer_step"]), int(row["trainer_id"])))
+    return set(range(int(row["nodes"]))) if logged is None else set(logged["node"].astype(int).tolist())
 
 
 def simulated_seconds(run: RunData, hardware: Hardware, network: Network) -> list[float]:
     """Return the seconds from the start to the arrival of the messages of each round."""
     nodes = run.config["nodes_per_gpu"] * len(run.summary["devices"])
     clocks = Clocks(Link(network.bits_per_second, network.latency), nodes)
-    nodes_before: dict[int, int] = {}
+    nodes_before: dict[int, set[int]] = {}
     bytes_before = {"bytes_merged": 0.0, "bytes_redistributed": 0.0}
     found = []
     for step, rows in run.by_round.items():
@@ -120,9 +120,11 @@ def simulated_seconds(run: RunData, hardware: Hardware, network: Network) -> lis
         merged_bytes = totals["bytes_merged"] - bytes_before["bytes_merged"]
         redistributed_bytes = totals["bytes_redistributed"] - bytes_before["bytes_redistributed"]
         bytes_before = totals
+        nodes_now = {int(row["trainer_id"]): _nodes(run, row) for row in rows}
         if redistributed_bytes:
-            clocks.exchange_all(redistributed_bytes / _new_nodes(rows, nodes_before))
-        nodes_before = {int(row["trainer_id"]): int(row["nodes"]) for row in rows}
+            came = sum(len(own - nodes_before.get(trainer, own)) for trainer, own in nodes_now.items())
+            clocks.exchange_all(redistribution_exchange(came, redistributed_bytes).link)
+        nodes_before = nodes_now
         taken = 0
         idle = set(range(nodes))
         for row in rows:
@@ -144,7 +146,7 @@ def simulated_seconds(run: RunData, hardware: Hardware, network: Network) -> lis
         if step in run.merges:
             merge = run.merges[step]
             others = len(merge.weights) - 1
-            link_bytes = merge_exchange(others, nodes_before[merge.representative], merged_bytes).link
+            link_bytes = merge_exchange(others, len(nodes_now[merge.representative]), merged_bytes).link
             clocks.exchange_all(link_bytes)
         found.append(clocks.elapsed)
     return found

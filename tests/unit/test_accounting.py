@@ -86,6 +86,30 @@ def test_simulated_time_of_merging_and_of_nodes_that_come_to_a_trainer():
     assert simulated_seconds(run, DEVICE, NETWORK) == pytest.approx([first, first + second])
 
 
+def test_nodes_that_replace_others_receive_their_state_side_by_side(tmp_path):
+    """Two of four nodes take part; those of the second round have rested."""
+    report = tmp_path / "model_training_report"
+    report.mkdir()
+    nodes = [(1, 0, 0), (1, 0, 1), (2, 0, 2), (2, 0, 3)]
+    lines = ["outer_step,trainer_id,node", *(",".join(map(str, row)) for row in nodes), ""]
+    (report / "node_log.csv").write_text("\n".join(lines))
+    run = made_run([row(1, 0, 2, 20), row(2, 0, 2, 20, bytes_redistributed=2 * 8_000)], folder=tmp_path)
+    one = 20 * 0.02 + (0.5 + 8 * 4_000 / 8_000)
+    expected = [one, 2 * one + (0.5 + 8 * 8_000 / 8_000)]
+    assert simulated_seconds(run, DEVICE, NETWORK) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    "values", [{"participants": 0.5}, {"number_of_initial_trainers": 3, "merge_frequency": 2}], ids=["half", "merges"]
+)
+def test_simulated_time_is_that_of_the_clock_of_the_run(tmp_path, values):
+    settings = {"node_speeds": [2.0] * 4, "link": "80kb/s,1s", "sampling_method": "none", "INITIAL_BATCH_SIZE": 16}
+    settings |= {"number_of_initial_trainers": 1, "max_batch_size": 16, "max_requested_batch": 64}
+    run = read_run(record_run(tmp_path, **settings | values))
+    found = simulated_seconds(run, Hardware("2 a second", 0.0, 0.5), Network("the link", 80e3, 1.0))
+    assert found[-1] == pytest.approx(run.summary["simulated_seconds"])
+
+
 def test_simulated_time_of_synchronous_training(tmp_path):
     averaged = logged_run(tmp_path, [row(1, 0, 4, 16)], [(1, "gradient", "all", 20, 1_000.0, 1_000.0, 0, 1, 20)])
     assert simulated_seconds(averaged, DEVICE, Network("made", 8e5, 0.0)) == pytest.approx([20 * 0.02])
