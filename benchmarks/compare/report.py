@@ -18,7 +18,7 @@ from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, MaxNLocator, NullFormatter, SymmetricalLogLocator
 
-from benchmarks.compare.results import TOLERANCE, Results, mean_curve, used_until
+from benchmarks.compare.results import TOLERANCE, Results, first_reached, mean_curve, used_until
 from benchmarks.compare.spec import COMPARISONS
 from training_logs.showing.styles import literal, make_figure
 from utils.files import write_atomically, write_text_atomically
@@ -242,14 +242,13 @@ def page(results: Results) -> str:
 
 def _evaluations(results: Results) -> str:
     """Say that usage is interpolated, and for which methods between evaluations that are far apart."""
-    goal = results.sign * target(results)
     gaps = {}
     for name in results.methods:
         for run in results.runs[name]:
             tokens = run["curves"]["tokens"]
-            reached = np.flatnonzero(results.sign * np.array(run["curves"]["metric"]) <= goal)
-            if len(reached) and reached[0]:
-                gap = (tokens[reached[0]] - tokens[reached[0] - 1]) / tokens[-1]
+            index = first_reached(run, target(results), results.sign)
+            if index:
+                gap = (tokens[index] - tokens[index - 1]) / tokens[-1]
                 gaps[name] = max(gap, gaps.get(name, 0.0))
     coarse = {name: gap for name, gap in gaps.items() if gap > 0.2}
     line = "Values are interpolated between evaluations."

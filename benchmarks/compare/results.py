@@ -166,20 +166,24 @@ def _scaled(metric: Sequence[float], sign: int) -> np.ndarray:
     return np.log(metric) if sign > 0 else np.asarray(metric)
 
 
+def first_reached(run: Mapping[str, Any], target: float, sign: int = 1) -> int | None:
+    """Return the number of the first evaluation, from 0, whose metric reaches the target; None if none does."""
+    reached = np.flatnonzero(sign * (np.asarray(run["curves"]["metric"]) - target) <= 0)
+    return int(reached[0]) if len(reached) else None
+
+
 def used_until(run: Mapping[str, Any], axis: str, target: float, sign: int = 1) -> float | None:
     """Return what a run has used when its metric first reaches the target; None if it never does.
 
     Between two evaluations the metric is interpolated linearly, or its logarithm if a smaller metric is better.
     """
     xs = run["curves"][axis]
-    *values, goal = _scaled([*run["curves"]["metric"], target], sign)
-    for index, value in enumerate(values):
-        if sign * (value - goal) <= 0:
-            if index == 0:
-                return xs[0]
-            share = (values[index - 1] - goal) / (values[index - 1] - value)
-            return xs[index - 1] + share * (xs[index] - xs[index - 1])
-    return None
+    index = first_reached(run, target, sign)
+    if not index:
+        return None if index is None else xs[0]
+    before, after, goal = _scaled([*run["curves"]["metric"][index - 1 : index + 1], target], sign)
+    share = (before - goal) / (before - after)
+    return xs[index - 1] + share * (xs[index] - xs[index - 1])
 
 
 def mean_curve(
