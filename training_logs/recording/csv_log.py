@@ -74,10 +74,6 @@ class CsvLog:
 
     def state_dict(self) -> dict:
         """Return the length and checksum of the file, which is synchronised to disk, and the rows that wait."""
-        with contextlib.suppress(OSError):
-            handle = os.open(self.path, os.O_RDONLY)
-            try:
-                os.fsync(handle)
-            finally:
-                os.close(handle)
+        with contextlib.suppress(OSError), self.path.open("rb") as file:
+            os.fsync(file.fileno())
         return {"bytes": self._length, "crc32": self._crc32, "pending": self._pending}
