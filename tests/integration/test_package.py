@@ -17,7 +17,7 @@ import adloco
 from scripts.package import MOVED, moved
 from tests.support import installed, tracked
 from tests.support.programs import command
-from tests.support.runs import write_config
+from tests.support.runs import PAGE, write_config
 from training_logs.showing.run_data import read_run
 from training_logs.trackers.tracker import PACKAGES
 
@@ -75,7 +75,8 @@ def test_the_wheel_alone_trains_and_resumes(programs, tmp_path, cache_dir):
 
     # The program.
     trackers = ["tensorboard"] if importlib.util.find_spec(PACKAGES["tensorboard"]) else []
-    config = write_config(tmp_path, cache_dir, number_of_outer_steps=2, processes=2, run_name="run", trackers=trackers)
+    values = PAGE | {"number_of_outer_steps": 2, "processes": 2, "run_name": "run", "trackers": trackers}
+    config = write_config(tmp_path, cache_dir, **values)
     output = python("-m", "adloco", "--config", config)
     assert output.startswith("AdLoCo: loading PyTorch ...\n")
     run = tmp_path / "logs" / "run"

@@ -261,9 +261,17 @@ def test_another_length_is_refused_if_training_depends_on_progress(values, matte
 # Signals
 
 
+@pytest.fixture(scope="module")
+def unsaved(tmp_path_factory, cache_dir):
+    """A run that was not stopped, and saved nothing before its end."""
+    folder = tmp_path_factory.mktemp("unsaved")
+    assert program.main(["--config", str(write_config(folder, cache_dir, save_weights_every=None))]) == 0
+    return next((folder / "logs").iterdir())
+
+
 @pytest.mark.parametrize(("name", "processes"), [("SIGINT", 1), ("SIGTERM", 2)])
 def test_a_signal_ends_the_round_writes_a_checkpoint_and_says_how_to_resume(
-    programs, tmp_path, cache_dir, name, processes
+    programs, unsaved, tmp_path, cache_dir, name, processes
 ):
     config = write_config(tmp_path, cache_dir, save_weights_every=None, number_of_outer_steps=9)
     own = ["--config", config, f"processes={processes}"]
@@ -276,9 +284,7 @@ def test_a_signal_ends_the_round_writes_a_checkpoint_and_says_how_to_resume(
     assert summary(folder)["status"] == "interrupted"
     assert [path.name for path in (folder / "checkpoints").iterdir()] == [f"round_{killed_in_round.ROUND:05d}"]
     assert program.main(["--resume", str(folder), "number_of_outer_steps=5", "processes=1"]) == 0
-    whole = f"log_dir={tmp_path / 'whole'}"
-    assert program.main(["--config", str(config), whole, "number_of_outer_steps=5"]) == 0
-    assert_same_run(folder, next((tmp_path / "whole").iterdir()))
+    assert_same_run(folder, unsaved)
 
 
 @pytest.mark.parametrize(
@@ -291,11 +297,12 @@ def test_a_signal_ends_the_round_writes_a_checkpoint_and_says_how_to_resume(
     ],
 )
 def test_a_signal_in_a_long_round_ends_the_run_in_it_with_the_last_checkpoint(
-    programs, tmp_path, cache_dir, signalled, values
+    programs, whole, tmp_path, cache_dir, signalled, values
 ):
     """One process gets the signal, and leaves after its inner step; the others end as well."""
     (tmp_path / "long.py").write_text("from utils.distributed import signals\n\nsignals.ROUND_SECONDS = 0.0\n")
-    config = write_config(tmp_path, cache_dir, plugins=[str(tmp_path / "long.py")], run_name="mine", **values)
+    values = values | {"number_of_outer_steps": 6, "plugins": [str(tmp_path / "long.py")], "run_name": "mine"}
+    config = write_config(tmp_path, cache_dir, **values)
     done = programs.run("tests/support/killed_in_round.py", "SIGTERM", signalled, "--config", config, status=130)
     folder = tmp_path / "logs" / "mine"
     said = done.stdout + done.stderr
@@ -307,8 +314,7 @@ def test_a_signal_in_a_long_round_ends_the_run_in_it_with_the_last_checkpoint(
     assert [path.name for path in (folder / "checkpoints").iterdir()] == ["round_00002"]
     if values["processes"] == 1:
         programs.run("run.py", "--config", config, "--resume", "auto")
-        programs.run("run.py", "--config", config, f"log_dir={tmp_path / 'whole'}")
-        assert_same_run(folder, tmp_path / "whole" / "mine")
+        assert_same_run(folder, whole)
 
 
 # Killed
