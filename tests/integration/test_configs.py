@@ -40,8 +40,8 @@ def samples(tmp_path_factory):
 
 def run(programs: Programs, config: str, folder: Path, *overrides: str) -> dict:
     places = [f"log_dir={folder}", f"cache_dir={folder}/cache", "clearml=off", "plot_at_end=false", "processes=1"]
-    # Half of the training, evaluated at its end.
-    less = ["number_of_inner_steps_between_outers=6", "eval_every=7"]
+    # One layer and half of the training, evaluated at its end.
+    less = ["number_of_inner_steps_between_outers=6", "eval_every=7", "model_config.num_hidden_layers=1"]
     programs.run("run.py", "--config", f"configs/{config}", *places, *less, *overrides)
     (path,) = folder.glob("*/model_training_report/summary.json")
     return json.loads(path.read_text())
