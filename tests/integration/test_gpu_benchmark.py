@@ -8,6 +8,7 @@ import torch
 from benchmarks.performance import gpu
 from benchmarks.performance.throughput import OVERHEAD
 from tests.support.helpers import TINY_ARCHITECTURE
+from tests.support.runs import PAGE
 
 PARTS = {
     "tests": {"status": 0, "passed": 10},
@@ -141,8 +142,9 @@ def test_the_parts_measure_speed_and_memory(monkeypatch):
 
 @pytest.mark.usefixtures("programs")
 def test_four_trainers_are_measured_in_some_processes(cache_dir):
-    short = ("number_of_outer_steps=1", "number_of_inner_steps_between_outers=2", f"cache_dir={cache_dir}")
-    found = gpu.trainers("cpu", (1,), (*gpu._FOUR_TRAINERS, *short, "data_sample_size=400", "val_size=30"))
+    short = ("number_of_outer_steps=1", "number_of_inner_steps_between_outers=2", "vocab_size=400")
+    data = [f"{key}={json.dumps(value)}" for key, value in (PAGE | {"cache_dir": str(cache_dir)}).items()]
+    found = gpu.trainers("cpu", (1,), (*gpu._FOUR_TRAINERS, *short, *data))
     assert list(found["tokens_per_second"]) == ["1"]
     assert found["tokens_per_second"]["1"] > 0
 
