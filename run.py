@@ -189,6 +189,8 @@ def main(arguments: list[str] | None = None) -> int:
     from utils.distributed.peers import PeerLostError
 
     try:
+        if options.list or options.completion:
+            import_named_plugins(options)
         if options.list:
             print("\n".join(listing(options.list)))
             return 0
@@ -268,6 +270,14 @@ def prepared_run(
         for warning in warnings:
             recorder.warn(warning)
         yield cluster, recorder, folder
+
+
+def import_named_plugins(options: argparse.Namespace) -> None:
+    """Import the plugins of the configuration; ConfigError: it is wrong."""
+    from fabrics.config_checks import CHECKS
+    from utils.config.reading import load_config
+
+    load_config(options.config or default_config(), options.overrides, CHECKS)
 
 
 def read_config(options: argparse.Namespace, resumed: str | None) -> tuple["Config", list[str]]:

@@ -1,7 +1,7 @@
 """The names that a configuration may use, for `python run.py --list` and for completion in a shell (`--completion`).
 
 With the script bash and zsh complete options and keys. The names are in it, so that a press of Tab starts no Python.
-Print it again after an update, or for plugins.
+Print it again after an update, or with other plugins.
 """
 
 import inspect

@@ -272,11 +272,12 @@ def problem_lines(error: ValidationError, values: Any, known: Collection[str] = 
         for part in problem["loc"]:
             if isinstance(part, int) and isinstance(inner, list):
                 place += f"[{part}]"
+                inner = inner[part] if part < len(inner) else None
             elif isinstance(inner, Mapping) and (part in inner or problem["type"] == "missing"):
                 place += f".{part}" if place else str(part)
+                inner = inner.get(part)
             else:
                 break  # the name of an alternative
-            inner = inner.get(part) if isinstance(inner, Mapping) else inner[part]
         reason = problem["msg"].removeprefix("Value error, ").removeprefix("Input ").removeprefix("String ")
         reason = reason.partition(", got")[0]  # the value follows below
         if problem["type"] == "list_type":
