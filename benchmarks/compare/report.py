@@ -33,6 +33,8 @@ _SHOWN = re.compile(r"\{(run|page|section): (\w+)(?:: ([^}]+))?\}")
 _HIGHEST_END = 3.0
 # It shows at least this range, so that curves have a length.
 _SMALLEST_RANGE = 1.8
+# The figure of ends names those above this multiple of the lowest at its edge.
+_FARTHEST_END = 6.0
 # Inches.
 _WIDTH = 15
 # With more methods, the ranges of seeds would hide curves.
@@ -423,12 +425,17 @@ def draw_ends(results: Results) -> Figure:
     figure, panels = make_figure(1 + len(labels), 4, (_WIDTH, 1.2 + 0.3 * len(names)))
     metric = [list(results.finals(name).values()) for name in names]
     means = np.array([statistics.fmean(values) for values in metric])
-    ranges = [means - [min(values) for values in metric], [max(values) for values in metric] - means]
+    ranges = np.array([means - [min(values) for values in metric], [max(values) for values in metric] - means])
     colours = ["black" if name == results.reference else "#1f77b4" for name in names]
     panels[0].errorbar(means, rows, xerr=ranges, ls="", capsize=3, ecolor="0.4", zorder=1)
     panels[0].scatter(means, rows, c=colours, s=36, zorder=2)
     if results.sign > 0:
         panels[0].set_xscale("log")
+        farthest = _FARTHEST_END * means.min()
+        for row in np.flatnonzero(means > farthest):
+            panels[0].set_xlim(right=farthest)
+            place = {"xycoords": ("axes fraction", "data"), "ha": "right", "va": "center"}
+            panels[0].annotate(f"{means[row]:.0f} \N{RIGHTWARDS ARROW}", (0.99, row), **place)
     _scale_metric(panels[0].xaxis, f"final {results.raw['metric']['name']}")
     for axes, (axis, label) in zip(panels[1:], labels.items(), strict=True):
         used = [statistics.fmean(results.ends(name, axis)) for name in names]

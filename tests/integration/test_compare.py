@@ -263,6 +263,14 @@ def test_figures_show_every_method():
         assert len(figure.axes) == 4
 
 
+def test_the_figure_of_ends_names_far_ends_at_its_edge():
+    """Recorded: all others end between 16 and 24."""
+    results = Results(json.loads((ROOT / "docs" / "results" / "stages.json").read_text(encoding="utf-8")))
+    axes = draw_ends(results).axes[0]
+    assert [text.get_text() for text in axes.texts] == ["395 \N{RIGHTWARDS ARROW}", "263 \N{RIGHTWARDS ARROW}"]
+    assert 24.0 < axes.get_xlim()[1] < 263.0
+
+
 def test_names_with_characters_of_matplotlib_and_markdown_are_shown_as_they_are(tmp_path):
     raw = json.loads((ROOT / "docs" / "results" / "pool.json").read_text(encoding="utf-8"))
     names = {}
