@@ -36,7 +36,7 @@ from fabrics.training.worker import Node, TrainingError
 from trainers import TrainedPart, Trainer, first_trainers
 from training_logs.recording.memory_monitor import Use, memory_use
 from training_logs.recording.records import ClusterRound, Observer, RoundReport
-from utils.checkpoint import Checkpoint, FilePart, check_state
+from utils.checkpoint.checkpoint import Checkpoint, FilePart, check_state
 from utils.config.schema import Config
 from utils.distributed.processes import Processes, join_processes
 from utils.distributed.signals import StopRequest

@@ -314,7 +314,7 @@ def set_up(
     from training_logs.recording.recorder import RunRecorder
     from training_logs.recording.records import Observer
     from training_logs.recording.run_folder import lock_run_in_main, logger, make_run_folder
-    from utils.checkpoint import newest_checkpoint
+    from utils.checkpoint.checkpoint import newest_checkpoint
     from utils.config.plugins import import_plugins
     from utils.config.resume import changes_since
     from utils.config.schema import ConfigError

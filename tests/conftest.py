@@ -127,7 +127,7 @@ def cache_dir(tmp_path_factory):
 @pytest.fixture
 def all_checkpoints(monkeypatch):
     """Runs in this process keep all their checkpoints."""
-    monkeypatch.setattr("utils.checkpoint.KEPT", 99)
+    monkeypatch.setattr("utils.checkpoint.checkpoint.KEPT", 99)
 
 
 @pytest.fixture(scope="session")

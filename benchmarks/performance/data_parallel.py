@@ -34,7 +34,7 @@ from benchmarks.performance.throughput import (
 from cluster import Cluster
 from fabrics.config_checks import CHECKS
 from fabrics.data.examples import TaskData
-from fabrics.training.sharded_model import sharded_layers
+from fabrics.sharding.sharded_model import sharded_layers
 from utils.config.reading import parse_config
 from utils.config.schema import Config
 from utils.distributed.processes import Processes, join_processes

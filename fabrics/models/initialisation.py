@@ -16,8 +16,8 @@ from fabrics.data.sampler import DataCursor, Shares, Subsets
 from fabrics.data.tokenization import END_OF_TEXT, named_tokenizer, train_tokenizer
 from fabrics.models.lora import add_adapters, lora_of
 from fabrics.models.model_family import MODELS, ModelFamily, build_model, is_pretrained, reinitialise_output_layer
+from fabrics.sharding.sharded_model import ShardedModel
 from fabrics.training.flat_model import FlatModel
-from fabrics.training.sharded_model import ShardedModel
 from utils.config.schema import Config, ConfigError
 from utils.distributed.processes import Processes
 from utils.text import counted

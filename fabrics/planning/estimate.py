@@ -29,10 +29,10 @@ from algorithms.nodes.traffic import ExchangeSizes, Link, even_split, rounds_ahe
 from fabrics.models.initialisation import META, flops_per_token, meta_model, recompute_activations
 from fabrics.pool.max_batch import round_tensors
 from fabrics.pool.run_checks import check_model
+from fabrics.sharding.sharded_model import gathered_elements, sharded_parts
 from fabrics.training.flat_model import FlatModel
 from fabrics.training.method_config import check_method, method_of, round_bytes
 from fabrics.training.optimizers import inner_optimizer_of
-from fabrics.training.sharded_model import gathered_elements, sharded_parts
 from fabrics.training.statistics import batch_schedule, probes_examples
 from fabrics.training.worker import personal_tensors
 from utils.config.schema import Config, ConfigError

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from utils.checkpoint import Checkpoints
+from utils.checkpoint.checkpoint import Checkpoints
 from utils.config.reading import dump_config
 from utils.distributed.signals import STOPPED_IN_ROUND, StoppedInRoundError, StopRequest
 from utils.files import CHECKPOINTS_FOLDER, MODELS_FOLDER

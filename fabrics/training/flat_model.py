@@ -16,7 +16,7 @@ from algorithms.batch.losses import chunked_loss_sums, example_losses, logits_of
 from algorithms.batch.per_example import PerExampleProbe, step_estimate
 from algorithms.flat import SKETCH_SIZE, Block, sketch
 from fabrics.models.attention import body_and_head
-from utils.checkpoint import FilePart
+from utils.checkpoint.checkpoint import FilePart
 from utils.distributed.devices import is_out_of_memory
 from utils.distributed.shard_groups import ShardGroup
 

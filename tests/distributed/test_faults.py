@@ -29,7 +29,7 @@ from tests.support.helpers import (
     train,
 )
 from tests.support.runs import summary, write_config
-from utils.checkpoint import newest_checkpoint
+from utils.checkpoint.checkpoint import newest_checkpoint
 from utils.config.schema import ConfigError
 from utils.distributed.devices import is_out_of_memory
 from utils.distributed.peers import PeerLostError

@@ -213,7 +213,7 @@ def test_a_run_without_progress_ends_and_says_where_each_process_is(programs, tm
 
 SLOW_DISK = """
 import os, time
-from utils import checkpoint
+from utils.checkpoint import checkpoint
 
 write = checkpoint.write_parts
 

@@ -17,8 +17,8 @@ from algorithms.batch.losses import example_losses
 from algorithms.flat import sketch
 from fabrics.config_checks import CHECKS
 from fabrics.planning.estimate import estimate
+from fabrics.sharding.sharded_model import ShardedModel, layers_of, sharded_layers, sharded_parts
 from fabrics.training.flat_model import FlatModel
-from fabrics.training.sharded_model import ShardedModel, layers_of, sharded_layers, sharded_parts
 from fabrics.training.worker import TrainingError
 from tests.support import shard_groups
 from tests.support.helpers import CPU, LocalProcesses, tiny_bert, tiny_data, tiny_llama

@@ -8,11 +8,18 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from fabrics.training.sharded_model import ShardLayout
+from fabrics.sharding.sharded_model import ShardLayout
 from tests.support.helpers import LocalProcesses
 from tests.support.threads import together
-from utils import checkpoint
-from utils.checkpoint import Checkpoint, CheckpointError, Checkpoints, FilePart, newest_checkpoint, write_parts
+from utils.checkpoint import checkpoint
+from utils.checkpoint.checkpoint import (
+    Checkpoint,
+    CheckpointError,
+    Checkpoints,
+    FilePart,
+    newest_checkpoint,
+    write_parts,
+)
 
 ALONE = LocalProcesses([torch.device("cpu")], 1)
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

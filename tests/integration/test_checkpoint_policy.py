@@ -38,7 +38,7 @@ def test_checkpoints_are_due_by_rounds_by_minutes_and_at_the_end(tmp_path, value
 
 def test_minutes_count_from_the_last_checkpoint(tmp_path, monkeypatch):
     now = [0.0]
-    monkeypatch.setattr("utils.checkpoint.time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr("utils.checkpoint.checkpoint.time", SimpleNamespace(monotonic=lambda: now[0]))
     cluster = light_cluster(number_of_outer_steps=8, **ALONE)
 
     class FourMinutes(Recorder):

@@ -28,7 +28,7 @@ from tests.support.programs import LIMIT_SECONDS
 from tests.support.runs import assert_same_run, error_lines, summary, write_config
 from training_logs.recording.run_folder import lock_run
 from training_logs.showing.run_data import RunFolderError
-from utils.checkpoint import Checkpoints, newest_checkpoint
+from utils.checkpoint.checkpoint import Checkpoints, newest_checkpoint
 from utils.files import write_folder_atomically
 
 pytestmark = pytest.mark.long
@@ -78,7 +78,7 @@ def whole(tmp_path_factory, cache_dir):
     """A completed run with a checkpoint of every round."""
     folder = tmp_path_factory.mktemp("whole")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("utils.checkpoint.KEPT", 9)
+        patch.setattr("utils.checkpoint.checkpoint.KEPT", 9)
         assert start(folder, cache_dir) == 0
     return folder / "logs" / "whole"
 

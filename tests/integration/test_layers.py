@@ -133,7 +133,7 @@ def test_only_the_library_and_three_files_import_torch_distributed_and_one_impor
     for _, file in sources():
         if file.parent != ROOT / "adloco" and file.name not in ("processes.py", "reductions.py", "shard_groups.py"):
             found = {name for name in imports(file.read_text(encoding="utf-8")) if name.startswith("torch.distributed")}
-            if file == ROOT / "fabrics" / "training" / "sharded_model.py":
+            if file == ROOT / "fabrics" / "sharding" / "sharded_model.py":
                 found = {name for name in found if not name.startswith(sharing)} - {"torch.distributed"}
             assert not found, file
 

@@ -20,9 +20,9 @@ from fabrics.models.initialisation import flops_per_token, meta_model
 from fabrics.planning.command import parse_count, parse_link, parse_memory, parse_positive
 from fabrics.planning.estimate import Resources, activation_bytes, cast_bytes, estimate
 from fabrics.pool.max_batch import bytes_on_cpu
+from fabrics.sharding.sharded_model import gathered_elements
 from fabrics.training.flat_model import FlatModel
 from fabrics.training.inner_loop import backward
-from fabrics.training.sharded_model import gathered_elements
 from tests.support import matrix
 from tests.support.helpers import (
     CPU,

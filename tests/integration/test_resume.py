@@ -34,7 +34,7 @@ def whole(tmp_path_factory, cache_dir):
     folder = tmp_path_factory.mktemp("whole")
     config = write_config(folder, cache_dir, number_of_outer_steps=6)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("utils.checkpoint.KEPT", 9)
+        patch.setattr("utils.checkpoint.checkpoint.KEPT", 9)
         assert program.main(["--config", str(config)]) == 0
     return next((folder / "logs").iterdir())
 

@@ -32,7 +32,7 @@ from tests.support.helpers import (
     tiny_data,
 )
 from trainers import Trainer
-from utils.checkpoint import FilePart
+from utils.checkpoint.checkpoint import FilePart
 from utils.config.reading import parse_config
 from utils.config.schema import Config
 

@@ -16,7 +16,7 @@ from cluster import Cluster
 from tests.support import matrix
 from tests.support.helpers import Recorder
 from tests.support.programs import Programs, wait_until
-from utils.checkpoint import newest_checkpoint
+from utils.checkpoint.checkpoint import newest_checkpoint
 from utils.files import CHECKPOINTS_FOLDER
 
 # Rounds: before the last merge, and while messages are on their way.

@@ -23,8 +23,8 @@ from cluster import Cluster
 from fabrics.data.examples import TaskData
 from fabrics.models import initialisation
 from fabrics.models.attention import needs_no_mask
+from fabrics.sharding.sharded_model import ShardedModel
 from fabrics.training.inner_loop import accumulate_gradients
-from fabrics.training.sharded_model import ShardedModel
 from tests.support import matrix
 from tests.support.helpers import (
     CPU,
@@ -38,7 +38,7 @@ from tests.support.helpers import (
     tiny_llama,
     use_torch_norms,
 )
-from utils.checkpoint import Checkpoints
+from utils.checkpoint.checkpoint import Checkpoints
 from utils.config.schema import Config
 from utils.distributed.processes import Processes, join_processes, meet
 from utils.distributed.shard_groups import _return_freed_memory

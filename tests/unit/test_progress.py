@@ -15,7 +15,7 @@ from fabrics.data.token_store import TokenisedPart
 from fabrics.data.tokenization import train_tokenizer
 from training_logs.recording.run_folder import start_logging
 from utils import progress
-from utils.checkpoint import whole, write_parts
+from utils.checkpoint.checkpoint import whole, write_parts
 from utils.progress import progress_bar
 
 

@@ -26,7 +26,7 @@ from algorithms.batch.per_example import PerExampleProbe
 from algorithms.flat import SKETCH_SIZE, Block, inner_product, sketch
 from fabrics.training.flat_model import FlatModel, flat_blocks, flat_offsets
 from fabrics.training.worker import TrainingError
-from utils.checkpoint import FilePart
+from utils.checkpoint.checkpoint import FilePart
 from utils.distributed.devices import share_of
 from utils.distributed.shard_groups import ShardGroup, reduce_scatter
 
