@@ -129,7 +129,7 @@ class RunFit:
         total = (examples - self.examples) / self.inner_steps
         if total < 0.0:
             raise NoLawError(f"after {self.examples:,.0f} examples nothing can be predicted for {examples:,.0f}")
-        if total > FARTHEST * sum(self.batches):
+        if not total <= FARTHEST * sum(self.batches):  # nan as well
             raise NoLawError(f"a law of {len(self.batches)} rounds says nothing about {examples:.3g} examples")
         counts = [law.rounds(len(self.batches), total) for law in self.laws]
         factor = 1.0
