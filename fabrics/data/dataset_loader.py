@@ -146,7 +146,7 @@ TEXT_DOCUMENTS = Registry({"files": whole_file, "blank_lines": blank_line_blocks
 
 def load_text(config: Config) -> TaskData:
     """`dataset: text`: the user's own files."""
-    files = matching_files(config.text_files)
+    files = matching_files(config.text_files, subfolders=True)
     read = TEXT_DOCUMENTS[config.text_documents]
 
     def documents(skipped: Skipped) -> Iterator[Document]:

@@ -151,18 +151,19 @@ def blank_line_blocks(path: Path, skipped: Skipped) -> Iterator[str]:
 # Files
 
 
-def matching_files(patterns: Sequence[str], suffixes: tuple[str, ...] = ("",)) -> list[Path]:
+def matching_files(patterns: Sequence[str], suffixes: tuple[str, ...] = ("",), subfolders: bool = False) -> list[Path]:
     """Expand paths, folders or globs to files, each once, sorted within a pattern; DatasetError: one matches no file.
 
-    suffixes: the files of a folder to use; hidden files are excluded.
+    Args:
+        suffixes: the files of a folder to use; hidden files are excluded.
+        subfolders: of a folder are used as well, except hidden ones.
     """
     found: dict[Path, Path] = {}
     for pattern in patterns:
         path = Path(pattern)
         try:
             if path.is_dir():
-                names = sorted(name for name in os.listdir(path) if name.endswith(suffixes) and name[0] != ".")
-                paths = [path / name for name in names if (path / name).is_file()]
+                paths = _files_of(path, suffixes, subfolders)
             elif path.exists():
                 paths = [path]
             else:
@@ -170,12 +171,23 @@ def matching_files(patterns: Sequence[str], suffixes: tuple[str, ...] = ("",)) -
         except OSError as error:
             raise DatasetError(f"{pattern}: {error.strerror}") from None
         if not paths:
-            wanted = " or ".join(f"*{suffix}" for suffix in suffixes)
-            raise DatasetError(f"{pattern}: {f'no file {wanted} in it' if path.is_dir() else 'no such file'}")
+            wanted = " or ".join(f"*{suffix}" if suffix else "file" for suffix in suffixes)
+            raise DatasetError(f"{pattern}: {f'no {wanted} in it' if path.is_dir() else 'no such file'}")
         # A file that links or two patterns reach twice is one file.
         for path in paths:
             found.setdefault(path.resolve(), path)
     return list(found.values())
+
+
+def _files_of(folder: Path, suffixes: tuple[str, ...], subfolders: bool) -> list[Path]:
+    def refuse(error: OSError) -> None:
+        raise error
+
+    paths = []
+    for root, folders, names in os.walk(folder, onerror=refuse):
+        folders[:] = sorted(name for name in folders if subfolders and name[0] != ".")
+        paths += [Path(root, name) for name in sorted(names) if name.endswith(suffixes) and name[0] != "."]
+    return [path for path in paths if path.is_file()]
 
 
 def file_identities(paths: Sequence[Path]) -> list[list]:

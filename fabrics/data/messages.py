@@ -127,7 +127,7 @@ def encode(
 
 def load_messages(config: Config) -> TaskData:
     """`dataset: messages`: the user's own conversations, of which the answers are learned."""
-    files = matching_files(config.text_files, (".jsonl", ".jsonl.gz"))
+    files = matching_files(config.text_files, (".jsonl", ".jsonl.gz"), subfolders=True)
     tokenizer = named_tokenizer(config)
     if tokenizer is None or not tokenizer.chat_template or not tokenizer.is_fast:
         raise ConfigError(

@@ -73,8 +73,19 @@ def test_patterns_name_files_folders_and_globs(tmp_path):
     assert names(["*.txt", "b.txt", "c.md"]) == ["a.txt", "b.txt", "c.md"]
     with pytest.raises(DatasetError, match=r"x\*: no such file"):
         matching_files([str(tmp_path / "x*")])
-    with pytest.raises(DatasetError, match=r"no file \*\.gz in it"):
+    with pytest.raises(DatasetError, match=r"no \*\.gz in it"):
         matching_files([str(tmp_path)], (".gz",))
+    with pytest.raises(DatasetError, match=r"folder\.txt: no file in it"):
+        matching_files([str(tmp_path / "folder.txt")])
+
+
+def test_a_folder_stands_for_its_files_and_those_of_subfolders_if_asked(tmp_path):
+    for name in ("z.txt", "b/one.txt", "a/c/two.txt", "a/three.md", ".git/four.txt", "a/.five.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("text")
+    assert matching_files([str(tmp_path)]) == [tmp_path / "z.txt"]
+    names = ("z.txt", "a/c/two.txt", "b/one.txt")
+    assert matching_files([str(tmp_path)], (".txt",), subfolders=True) == [tmp_path / name for name in names]
 
 
 def test_a_file_is_read_once_however_often_links_and_patterns_reach_it(tmp_path):

@@ -245,7 +245,7 @@ class Data(Section):
     )
     cache_dir: Name = free_key(".cache", "Folder for tokenised documents, shared by runs.")
     text_files: Annotated[list[Name], Field(min_length=1)] | None = key(
-        None, "Files, folders or globs, plain or gzip, with UTF-8 text or JSON lines of messages."
+        None, "Files, folders (with subfolders) or globs, plain or gzip, with UTF-8 text or JSON lines of messages."
     )
     text_documents: str = key("files", "Extent of a document: a whole file, or a block between blank lines.")
     c4_tokenized_path: Name | None = key(None, "Folder written by c4/tokenize_c4.py.")
