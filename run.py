@@ -429,6 +429,7 @@ def start() -> int:
     try:
         return main()
     except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
         return STATUS_INTERRUPTED
 
 

@@ -273,7 +273,8 @@ def _warnings(config: Config) -> list[str]:
     if config.budget in ("communication_budget", "byte_budget") and config.INITIAL_BATCH_SIZE < joined:
         found.append(
             f"{config.budget}: one worker alone sends nothing, and a second one joins at a batch of {joined} "
-            f"(smallest_worker_batch); the first batch is {config.INITIAL_BATCH_SIZE}"
+            f"(smallest_worker_batch); the first batch is {config.INITIAL_BATCH_SIZE}. smallest_worker_batch=null: all "
+            f"workers train from the first round"
         )
     return found
 

@@ -459,3 +459,13 @@ def test_an_unforeseen_error_is_logged_whole_and_the_run_keeps_what_it_has(tmp_p
     assert "Traceback" in log
     assert "RuntimeError: the disk is on fire" in log
     assert (report / "training_log.csv").read_text().count("\n") == 4
+
+
+def test_every_field_of_the_records_is_explained(finished, summary):
+    page = (ROOT / "docs" / "run_folder.md").read_text(encoding="utf-8")
+    explained = re.findall(r"`([a-z_]+\*?)`", page)
+    prefixes = tuple(name.removesuffix("*") for name in explained if name.endswith("*"))
+    names = set(summary)
+    for file in (finished[0] / "model_training_report").glob("*.csv"):
+        names.update(file.read_text(encoding="utf-8").splitlines()[0].split(","))
+    assert [name for name in sorted(names) if name not in explained and not name.startswith(prefixes)] == []

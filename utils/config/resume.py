@@ -67,6 +67,10 @@ def resumed_config(
     for file in folder.rglob("*"):
         if file.is_symlink():  # in a folder of somebody else's it could let the run write to any file of the user
             raise ConfigError(f"{file}: is a link to {file.readlink()}; a run continues files of its own only")
+    if not folder.exists():
+        raise ConfigError(
+            f"--resume: {folder} does not exist; a run interrupted before training has left nothing: start it again"
+        )
     if not path.exists():
         raise ConfigError(f"--resume: {folder} is not a run folder: it has no config.yaml")
     # Plugins that have moved are not where the run had them.
