@@ -47,19 +47,20 @@ def write_part(flat: torch.Tensor, part: Part | None, values: torch.Tensor) -> N
 
 
 def layers(blocks: Sequence[Block]) -> list[list[Block]]:
-    """Return the blocks outside all layers, then those of each layer, whose name ends with its first number."""
+    """Return the blocks outside all layers, if any, and those of each layer, whose name ends with its first number."""
     found: dict[tuple[str, ...], list[Block]] = {(): []}
     for block in blocks:
         words = block.name.split(".")
         number = next((place for place, word in enumerate(words) if word.isdigit()), -1)
         found.setdefault(tuple(words[: number + 1]), []).append(block)
-    return list(found.values())
+    return [group for group in found.values() if group]
 
 
 def layer_fragments(blocks: Sequence[Block], count: int) -> list[Part | None]:
     """Split a model into fragments of whole layers, strided (Streaming DiLoCo, arXiv 2501.18512).
 
-    Group 0 is everything outside layers, groups 1, 2, ... are the layers. Group g is in fragment g % count.
+    Group 0 is everything outside layers, groups 1, 2, ... are the layers. Group g is in fragment g % count. Without
+    anything outside layers, as with adapters alone, the layers are groups 0, 1, ...
 
     Returns:
         The part of each fragment; None for the only one.
@@ -77,7 +78,7 @@ def fragment_problems(blocks: Sequence[Block], count: int) -> list[str]:
     groups = len(layers(blocks))
     if count <= groups:
         return []
-    return [f"synchronisation.fragments: must be at most {groups}, one more than layers, got {count}"]
+    return [f"synchronisation.fragments: must be at most {groups}, the layers and what is outside them, got {count}"]
 
 
 def random_positions(size: int, count: int, generator: torch.Generator) -> torch.Tensor:
