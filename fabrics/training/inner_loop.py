@@ -202,7 +202,7 @@ class InnerLoop:
         """Take statistics of the trainer's next examples, without training on them or moving on."""
         self._seed_dropout(len(self._assignment.learning_rates))
         indices = self._assignment.probe()
-        if len(indices) < 2:  # a single example has no variance
+        if len(indices) <= self._plan.effective_batch:  # of few data the step itself has as many
             return
         plan = only_gradient_accumulation(len(indices), self.worker.node.max_batch)
         _, _, probes = self._accumulate(plan, indices, probe=True)

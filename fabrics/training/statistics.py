@@ -150,8 +150,8 @@ def samples_for_test(
         return [], None, warning if present else None
     between = None
     if len(moments) >= MINIMUM_WORKERS:
-        # A sketch is that of the worker's largest sample.
-        batches = [max(sample.examples for sample in worker.samples) for worker in present]
+        # A sketch is that of the worker's largest sample, or of its only example.
+        batches = [max((sample.examples for sample in worker.samples), default=1) for worker in present]
         between = across_workers_estimate(moments, batches)
     samples = [sample for worker in present for sample in worker.samples]
     if config.compares_devices and present and not samples:

@@ -126,6 +126,18 @@ def test_a_small_batch_is_probed_on_the_next_examples():
     assert trainer.cursor.positions[trainer.id] == 3 * 2
 
 
+@pytest.mark.parametrize(("count", "batch", "sizes"), [(7, 4, ()), (13, 13, (4,))])
+def test_a_probe_batch_that_is_not_larger_than_the_step_is_left_out(count, batch, sizes):
+    """Four workers could probe one of 7 examples, or three of 13. Sketches are those of the step."""
+    config = make_config(INITIAL_BATCH_SIZE=batch, statistics_batch_size=8)
+    trainer = make_trainer(tiny_llama(dtype=torch.float32), config, PackedSequences(random_sequences(count)), nodes=4)
+    (report,) = train(trainer, 1)
+    for worker in report.workers.values():
+        assert tuple(sample.examples for sample in worker.samples) == sizes
+        assert worker.comparison is not None
+    assert (report.statistics is None) == (not sizes)
+
+
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
 def test_a_probe_batch_does_not_change_the_training(dropout):
     ends = []
