@@ -88,7 +88,7 @@ class Decoupled(Method):
                 first=-(-(number + 1) * period // self.fragments),
                 period=period,
                 quorum=self.quorum or len(group.weights) // 2 + 1,
-                server_steps=clock.server_steps(_elements(group, part)),
+                server_steps=clock.server_steps(group.elements(part)),
             )
             found += [(number, event) for event in events]
             values |= after
@@ -141,14 +141,6 @@ class Decoupled(Method):
 
     def restarted(self, values: dict[str, float], workers: Collection[int] | None) -> None:
         forget(values, workers)
-
-
-def _elements(group: Group, part: Part | None) -> int:
-    """Elements of a part over all devices that share the model; they ask together."""
-    if part is None:
-        return group.model.parameter_count
-    own = torch.tensor(float(sum(piece.stop - piece.start for piece in part)), dtype=torch.float64)
-    return int(group.model.shard_group.sum(own).item())
 
 
 class Sent(NamedTuple):

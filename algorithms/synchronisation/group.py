@@ -148,6 +148,13 @@ class Group:
         """True if one worker takes part: it sends nothing, so its update is applied in full."""
         return len(self._present) == 1
 
+    def elements(self, part: Part | None) -> int:
+        """Return the elements of a part over all devices that share the model, without gaps; they ask together."""
+        if part is None:
+            return self.model.parameter_count
+        own = torch.tensor(float(sum(piece.stop - piece.start for piece in part)), dtype=torch.float64)
+        return int(self.model.shard_group.sum(own).item())
+
     def mean(
         self,
         like: torch.Tensor | None = None,
@@ -168,8 +175,8 @@ class Group:
         """
         like = self.shared["parameters"] if like is None else like
         encoding = PLAIN if kind in ("monitor", "parameters") else self._encoding
-        if like.numel() == self.shared["parameters"].numel():
-            elements = self.model.parameter_count  # without the gaps between the model's tensors
+        if part is not None or like.numel() == self.shared["parameters"].numel():
+            elements = self.elements(part)
         else:  # over all devices that share the model; what is monitored is on one
             elements = like.numel() * (1 if kind == "monitor" else self.model.shard_group.size)
         workers = len(self._present)
