@@ -171,7 +171,8 @@ class Group:
                 gradients are encoded without it; parameters and monitored scalars are sent exactly.
             behind: inner steps that may be made before anybody waits for it.
             part: the part of the flat tensors that is averaged; None: all.
-            weights: of the workers that send theirs to a server, by number; None: all send, to each other.
+            weights: of the workers that send theirs to a server, by number, which answers with as many elements,
+                exactly; None: all send, to each other.
         """
         like = self.shared["parameters"] if like is None else like
         encoding = PLAIN if kind in ("monitor", "parameters") else self._encoding
@@ -187,7 +188,7 @@ class Group:
         else:
             share = len(weights) / workers
             sent = share * encoding.sent_bytes(elements, like.dtype)
-            received = share * encoding.way_back.sent_bytes(elements, like.dtype)
+            received = share * PLAIN.sent_bytes(elements, like.dtype)
             event = Event(kind, self.clock.step, sent, received, behind, "server", tuple(weights))
             by_number = [weights.get(worker, 0.0) for worker in range(len(self.weights))]
         # A device may hold nothing of a part.

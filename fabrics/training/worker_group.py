@@ -209,8 +209,7 @@ class WorkerGroup:
         """Return the seconds until a server has received this many elements of a worker and answered them."""
         if len(self) == 1:
             return 0.0
-        answer = PLAIN if self.method.capabilities.message_tensors else self.encoding.way_back
-        sent = self.encoding.sent_bytes(elements, self.dtype) + answer.sent_bytes(elements, self.dtype)
+        sent = self.encoding.sent_bytes(elements, self.dtype) + PLAIN.sent_bytes(elements, self.dtype)
         return self._config.simulated_link.seconds(sent)
 
     # Rounds

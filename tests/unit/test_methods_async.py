@@ -242,6 +242,19 @@ def test_only_ready_workers_send_and_receive():
     assert [len(worker.losses) for worker in report.workers.values()] == OWN
 
 
+def test_a_server_answers_with_a_fragment_as_it_is():
+    """A worker that was not asked for the fragments in between cannot tell it from a rounded mean."""
+    parameters = {"fragments": 1, "quorum": 1, "steps": 4, "mixing": 0.0}
+    trainer = of_speeds("Decoupled", parameters, communication_dtype="bfloat16")
+    (report,) = train(trainer, 1, H)
+    whole = parameter_count(trainer)
+    assert [(event.sent, event.received) for event in report.events] == [(whole, 4 * whole), (1.5 * whole, 6 * whole)]
+    exact = [torch.equal(worker.state[COPY], trainer.parameters) for worker in trainer.workers.values()]
+    assert exact == [True, True, True, False]  # the last one has not sent it
+    slow = of_speeds("Decoupled", parameters, communication_dtype="bfloat16", link="1kb/s,1s")
+    assert slow.worker_group.server_seconds(10) == pytest.approx(1 + 8 * (20 + 80) / 1000)
+
+
 @pytest.mark.parametrize(
     ("speeds", "expected"),
     [([1.0, 0.25], [(8, (0, 1))]), ([1.0, 0.5, 0.25], [(4, (0, 1)), (8, (0, 1, 2))])],
