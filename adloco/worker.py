@@ -40,6 +40,7 @@ from fabrics.training.flat_model import FlatModel
 from fabrics.training.inner_loop import clip
 from fabrics.training.method_config import method_of
 from fabrics.training.statistics import Measurement, batch_control, compare_workers, measurement_of, samples_for_test
+from fabrics.training.work_split import probe_batch
 from fabrics.training.worker import RoundKey, WorkerRound, method_generator, personal_tensors
 from utils.config.reading import Checks, parse_config
 from utils.config.schema import Config, ConfigError
@@ -310,19 +311,21 @@ class Worker:
             current.vector = None
         self._rebind_gradients()
         self._model.gradient.zero_()
-        read = self._cursor.readings(self.workers)[0].places
+        reading = self._cursor.readings(self.workers)[0]
         plan = current.plan
         measurement = current.measurement
         probed = current.step == 0 and measurement.probed_parts > 0
-        sample = min(self._config.statistics_batch_size, examples // self.workers)
-        if probed and plan.effective_batch < sample:
-            own = only_gradient_accumulation(sample, self._config.max_batch_size)
-            offset = self._config.number_of_inner_steps_between_outers * current.batch + self.index * sample
-            yield from self._pass(in_parts(own, measurement.probed_parts), read(offset, sample), True)
-            self._take_statistics(measurement.compared, sample)
-            self._model.gradient.zero_()
-            self._version = None
-        examples_of_step = read(current.offsets[current.step], plan.effective_batch)
+        most = self._config.statistics_batch_size
+        if probed and plan.effective_batch < most:
+            end = self._config.number_of_inner_steps_between_outers * current.batch
+            sample = probe_batch(reading, end, self.index, most)
+            if len(sample) > 1:  # a single example has no variance
+                own = only_gradient_accumulation(len(sample), self._config.max_batch_size)
+                yield from self._pass(in_parts(own, measurement.probed_parts), sample, True)
+                self._take_statistics(measurement.compared, len(sample))
+                self._model.gradient.zero_()
+                self._version = None
+        examples_of_step = reading.places(current.offsets[current.step], plan.effective_batch)
         probed = probed and plan.effective_batch > 1
         parts = in_parts(plan, measurement.probed_parts) if probed else plan
         yield from self._pass(parts, examples_of_step, probed)

@@ -58,12 +58,15 @@ def draw_lost_messages(probability: float, key: RoundKey, participants: Collecti
     return frozenset(worker for worker in participants if draw(worker) < probability)
 
 
-def _probe_batch(reading: Reading, end: int, worker: int, size: int) -> np.ndarray:
+def probe_batch(reading: Reading, end: int, worker: int, most: int) -> np.ndarray:
     """Return a worker's examples of a probe after the `end` examples of the round; no two probes share an example.
 
     Products of gradients are free of noise only between different examples. Near the end of an epoch the next examples
     may repeat; within two probes of all workers there are enough different ones.
+
+    most: examples of a probe, if the data have as many for each worker.
     """
+    size = min(most, reading.size // len(reading.workers))
     everyone = len(reading.workers) * size
     ahead = reading.places(end + reading.workers[0] * size, 2 * everyone)
     _, firsts = np.unique(ahead, return_index=True)
@@ -166,7 +169,6 @@ class WorkSplit:
         each = self.examples_each(inner_steps)
         found = {}
         for reading in self._readings:
-            size = min(self._config.statistics_batch_size, reading.size // len(reading.workers))
             readers = [worker for worker in reading.workers if worker in active]
             batches = [self.plans[worker].effective_batch for worker in readers]
             offsets = slice_offsets(batches, [active[worker] for worker in readers])
@@ -179,7 +181,7 @@ class WorkSplit:
                     examples=self._examples,
                     read=reading.places,
                     offsets=own_offsets,
-                    probe=partial(_probe_batch, reading, end, worker, size),
+                    probe=partial(probe_batch, reading, end, worker, self._config.statistics_batch_size),
                     key=key._replace(worker=worker),
                     measurement=measurement,
                 )

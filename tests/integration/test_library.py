@@ -106,6 +106,25 @@ def test_a_resumed_loop_equals_an_uninterrupted_one(tmp_path):
             assert torch.equal(expected, found)
 
 
+def test_no_example_repeats_in_the_samples_of_the_statistics():
+    """Nor at the end of an epoch: two rounds of four examples, and the eight of a sample, pass the end of twelve."""
+    loop = Regression(batch=adloco.AdaptiveBatch(initial=2, largest=2), inner_steps=2)
+    for _ in range(6):
+        sample, *_ = _trained(loop, 12)
+        assert len(set(sample.tolist())) == 8
+        _trained(loop, 12)
+
+
+def _trained(loop: Regression, examples: int) -> list:
+    """Make an inner step; return its micro-batches."""
+    found = []
+    for indices in loop.worker.micro_batches(examples):
+        found.append(indices)
+        loop.worker.backward(loop.losses(indices))
+    loop.worker.step()
+    return found
+
+
 @pytest.mark.parametrize("autocast", [False, True])
 def test_one_worker_is_plain_training(autocast):
     """One worker equals a plain loop with a schedule of PyTorch, also in bfloat16."""
