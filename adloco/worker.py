@@ -36,6 +36,7 @@ from algorithms.synchronisation.encodings import BFLOAT16, COMMUNICATION_DTYPES,
 from algorithms.synchronisation.group import Clock, Group, Inner, LocalWorker, Outer
 from algorithms.synchronisation.method import COPY
 from fabrics.data.sampler import DataCursor, Subsets
+from fabrics.pool.run_checks import check_inner_products
 from fabrics.training.flat_model import FlatModel
 from fabrics.training.inner_loop import clip
 from fabrics.training.method_config import method_of
@@ -191,6 +192,8 @@ class Worker:
         self._gradients = self._model.views(self._model.gradient)
         with _naming_arguments():
             self._method = method_of(self._config, self._model)
+            if self.workers > 1 or not self._config.compares_workers:  # a worker alone warns instead
+                check_inner_products(self._config, self.workers)
         _check_method(self._method, method, optimizer, self._config, self.workers)
         if scaler is not None and self._method.capabilities.exchanges_gradients:
             raise ValueError(f"scaler: must be None with {method}, whose workers exchange gradients; use bfloat16")

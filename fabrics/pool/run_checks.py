@@ -47,8 +47,7 @@ def check_statistics(config: Config, nodes: Sequence[Node], smallest_subset: int
     trainers = config.number_of_initial_trainers
     workers = len(nodes) // trainers
     participants = participant_count(config.participants, workers)
-    if config.sampling_method in NEED_INNER_PRODUCTS:
-        _check_inner_products(config, participants)
+    check_inner_products(config, participants)
     smallest_batch = min(node.max_batch for node in nodes)
     if config.compares_devices:
         if config.smallest_worker_batch is not None:
@@ -82,9 +81,11 @@ def check_statistics(config: Config, nodes: Sequence[Node], smallest_subset: int
         )
 
 
-def _check_inner_products(config: Config, nodes_per_trainer: int) -> None:
+def check_inner_products(config: Config, nodes_per_trainer: int) -> None:
     """Raise ConfigError if the variance of inner products, or its error, could never be estimated."""
     method = config.sampling_method
+    if method not in NEED_INNER_PRODUCTS:
+        return
     if config.batch_test_confidence > 0.0 and config.statistics_smoothing == 0.0:
         raise ConfigError(
             f"batch_test_confidence: must be 0 for {method} without statistics_smoothing, "
