@@ -109,7 +109,7 @@ class RunFit:
         first_round: the first fitted round.
         examples: until the last fitted round.
         communications: until then.
-        communications_per_round: of every later round.
+        communications_per_round: of every later round, as of the fitted ones on average.
     """
 
     laws: list[BatchLaw]
@@ -118,7 +118,7 @@ class RunFit:
     inner_steps: int
     examples: float
     communications: float
-    communications_per_round: int
+    communications_per_round: float
     living: int
 
     def predict(self, examples: float) -> tuple[float, float, float]:
@@ -216,7 +216,7 @@ def fit(run: RunData, share: float = 1.0) -> RunFit:
         inner_steps=inner_steps,
         examples=float(used[-1]["examples"][0]),
         communications=float(used[-1]["communications"][0]),
-        communications_per_round=int((fitted[-1]["nodes"] > 1).sum()),
+        communications_per_round=float(np.diff([rows["communications"][0] for rows in fitted]).mean()),
         living=len(fitted[-1]),
     )
 

@@ -135,6 +135,12 @@ def test_the_end_is_predicted_from_the_beginning():
     assert low <= 60 <= high
 
 
+def test_a_method_may_communicate_several_times_in_a_round():
+    run = made_run([16.0] * 10)
+    run.rounds["communications"] *= 20  # synchronous training, with rounds of 20 inner steps
+    assert fit(run, share=0.5).predict(run.rounds["examples"][-1])[0] == pytest.approx(200)
+
+
 def test_rounds_before_the_batch_grows_are_left_out():
     run = made_run([16.0] * 10 + [16 * 1.05**index for index in range(1, 15)])
     found = fit(run)
