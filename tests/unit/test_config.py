@@ -114,6 +114,12 @@ def test_overrides_win_and_reach_nested_keys():
     }
 
 
+def test_overrides_leave_the_given_mapping_as_it_is():
+    given = {"number_of_outer_steps": 1, "synchronisation": {}}
+    config, _ = parse_config(given, ["synchronisation.fragments=2"])
+    assert (config.synchronisation, given["synchronisation"]) == ({"fragments": 2}, {})
+
+
 def test_all_problems_are_reported_at_once_one_line_each():
     wrong = {
         "ETA": "much",

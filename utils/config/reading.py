@@ -4,6 +4,7 @@ All problems are reported at once, one line each, with the nearest known key. Th
 understood.
 """
 
+import copy
 import dataclasses
 import functools
 import re
@@ -155,7 +156,7 @@ def parse_config(raw: Mapping, overrides: Sequence[str] = (), checks: Checks | N
     """
     problems: list[str] = []
     warnings: list[str] = []
-    values = _with_known_names(raw, problems)
+    values = copy.deepcopy(_with_known_names(raw, problems))  # overrides must not change the caller's mappings
     if "model_config" in values:
         values["model_config"] = _repaired_model_config(values["model_config"], warnings)
     for assignment in overrides:
