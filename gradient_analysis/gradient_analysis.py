@@ -28,7 +28,7 @@ from algorithms.batch.per_example import UnsupportedModuleError
 from fabrics.config_checks import CHECKS
 from fabrics.data.dataset_loader import load_data
 from fabrics.data.examples import TaskData
-from fabrics.models.model_family import build_model
+from fabrics.models.initialisation import initial_model
 from fabrics.training.flat_model import FlatModel
 from gradient_analysis.gradients import BatchGradient, Gradients, draw_batches, requests
 from training_logs.log_processor import ANALYSIS_SUMMARY
@@ -121,8 +121,10 @@ def resolve_model(config: AnalysisConfig) -> tuple[Config, Path | None]:
     training, warnings = load_config(path, (), CHECKS)
     _warn(f"{path}: {warning}" for warning in warnings)
     if model is not None:
+        if training.lora:
+            _warn(["lora: adapters are merged into a run's model: the analysis is of all its parameters"])
         values = {"name": str(model), "pretrained": True}
-        training = dataclasses.replace(training, model_config=values, need_to_reinit_output_layers=False)
+        training = dataclasses.replace(training, model_config=values, need_to_reinit_output_layers=False, lora={})
     return training, model
 
 
@@ -147,15 +149,7 @@ def _load(config: AnalysisConfig, training: Config, device: torch.device) -> tup
     if config.batch_size > count:
         raise ConfigError(f"batch_size: must be at most the {count} examples of the sample, got {config.batch_size}")
     try:
-        module = build_model(
-            training.model_type,
-            training.model_config,
-            data.tokenizer,
-            training.sequence_length,
-            training.training_seed,
-            data.class_names,
-        )
-        return data, FlatModel(module, device)
+        return data, FlatModel(initial_model(training, data, 0), device)
     except ConfigError:
         raise
     except ValueError as error:

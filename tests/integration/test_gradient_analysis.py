@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+import yaml
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
@@ -336,6 +337,24 @@ def test_a_run_folder_stands_for_its_best_model_and_its_own_configuration(analys
     assert training.model_config == {"name": str(model), "pretrained": True}
     one = run / "model_weights" / "trainer_1"
     assert resolve_model(AnalysisConfig(model=str(one)))[1] == one
+
+
+def test_adapters_are_analysed_before_they_are_merged(analysed, tmp_path, capsys):
+    run, _, _ = analysed
+    model = run / "model_weights" / "trainer_0"
+    values = yaml.safe_load((run / "config.yaml").read_text())
+    values["model_config"] = {"name": str(model), "pretrained": True}
+    values["lora"] = {"rank": 2, "targets": ["q_proj"]}
+    asked = tmp_path / "lora.yaml"
+    asked.write_text(yaml.safe_dump(values))
+    counts = []
+    for folder in (None, str(model)):
+        config = AnalysisConfig(model=folder, config=str(asked))
+        training, _ = resolve_model(config)
+        counts.append(gradient_analysis._load(config, training, CPU)[1].parameter_count)
+    hidden = 64  # of the demo, with two layers
+    assert counts[0] == 2 * 2 * (hidden + hidden) < counts[1]
+    assert "warning: lora: adapters are merged" in capsys.readouterr().err
 
 
 def test_a_given_configuration_wins_over_that_of_the_run(analysed, tmp_path):
