@@ -227,8 +227,7 @@ class Data(Section):
     )
     samples_per_class: PositiveInt | None = key(
         None,
-        "Evaluation reviews per class; null: the size of the smaller class of the test part, or one in twenty without "
-        "a test part.",
+        "Evaluation reviews per class; null: the size of the smaller class of the test part.",
     )
     sequence_length: AtLeastTwo = key(
         128,
