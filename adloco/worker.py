@@ -322,7 +322,7 @@ class Worker:
         if probed and plan.effective_batch < most:
             end = self._config.number_of_inner_steps_between_outers * current.batch
             sample = probe_batch(reading, end, self.index, most)
-            if len(sample) > 1:  # a single example has no variance
+            if len(sample) > plan.effective_batch:  # of few data the step itself has as many
                 own = only_gradient_accumulation(len(sample), self._config.max_batch_size)
                 yield from self._pass(in_parts(own, measurement.probed_parts), sample, True)
                 self._take_statistics(measurement.compared, len(sample))
