@@ -17,7 +17,7 @@ import torch
 
 from algorithms.nodes.distribution import distribute_nodes
 from algorithms.nodes.policies import MERGE_POLICIES, Merge
-from algorithms.nodes.traffic import merge_exchange, redistribution_exchange, synchronisation_exchange
+from algorithms.nodes.traffic import Exchange, merge_exchange, redistribution_exchange, synchronisation_exchange
 from algorithms.schedule.controller import RoundPlan
 from algorithms.schedule.limits import RoundSchedule, RunCounters
 from fabrics.data.examples import TaskData
@@ -197,9 +197,9 @@ class Cluster:
             evaluations = self._combine([process.evaluated for process in processes], self.trainers)
         merge = None
         merged = None
-        bytes_before = self.counters.bytes_merged
+        exchange = Exchange()
         if len(self.trainers) > 1 and round_number % self.config.merge_frequency == 0:
-            merge = self._merge()
+            merge, exchange = self._merge()
             if evaluates:
                 merged = self.evaluate([merge.representative])[merge.representative]
 
@@ -211,7 +211,7 @@ class Cluster:
             merge=merge,
             counters=dataclasses.replace(self.counters),
             memory=[process.memory for process in processes],
-            merge_bytes=self.counters.bytes_merged - bytes_before,
+            merge_exchange=exchange,
             merged=merged,
         )
 
@@ -328,7 +328,7 @@ class Cluster:
         self.pool.update([worker for report in reports.values() for worker in report.workers.values()])
         return reports
 
-    def _merge(self) -> Merge:
+    def _merge(self) -> tuple[Merge, Exchange]:
         """Merge the trainers that the policy picks into their representative; communications and bytes are counted."""
         policy = self.config.merging_policy
         merge = MERGE_POLICIES[policy](self._requests, self.config.merge_count)
@@ -342,9 +342,9 @@ class Cluster:
         self.counters.communications += 1
         exchange = merge_exchange(len(others), len(representative.nodes), sent)
         self.scheduler.count_link_seconds(self.counters, exchange)
-        self.scheduler.count_merge(self.counters, len(others), representative.id, sent)
+        self.scheduler.count_merge(self.counters, exchange)
         self.merges += 1
-        return merge
+        return merge, exchange
 
     # Evaluation
 

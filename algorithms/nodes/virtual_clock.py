@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from algorithms.nodes.traffic import Event, Link, merge_exchange, redistribution_exchange
+from algorithms.nodes.traffic import Event, Exchange, Link, redistribution_exchange
 
 
 def joined(events: Iterable[Event]) -> list[Event]:
@@ -289,9 +289,8 @@ class RunClock:
         if len(self._nodes) > 1:
             self.clocks.barrier()
 
-    def merge(self, others: int, representative: int, sent: float) -> None:
-        """Let all nodes wait for a merge of a trainer with this number of others."""
-        exchange = merge_exchange(others, len(self._nodes[representative]), sent)
+    def merge(self, exchange: Exchange) -> None:
+        """Let all nodes wait for a merge."""
         self.clocks.exchange_all(exchange.link, self._idle)
 
     def state_dict(self) -> dict:

@@ -102,10 +102,10 @@ class RoundScheduler:
             self.clock.end_round()
             counters.simulated_seconds = self.clock.elapsed
 
-    def count_merge(self, counters: RunCounters, others: int, representative: int, sent: float) -> None:
+    def count_merge(self, counters: RunCounters, exchange: Exchange) -> None:
         """Advance the virtual clock of a run that has one by a merge."""
         if self.clock is not None:
-            self.clock.merge(others, representative, sent)
+            self.clock.merge(exchange)
             counters.simulated_seconds = self.clock.elapsed
 
     def _simulated_seconds(

@@ -315,6 +315,15 @@ def test_a_resumed_run_continues_its_virtual_clock(tmp_path):
     assert bits(other) == bits(whole)
 
 
+def test_resting_workers_of_a_representative_receive_the_average_of_a_merge():
+    """One of three workers makes three inner steps of 8 s; then its node receives two tensors and sends the average."""
+    settings = budget_settings(2) | SIMULATED | {"nodes_per_gpu": 6, "node_speeds": [2.0] * 6, "participants": 0.3}
+    cluster = light_cluster(**settings | {"time_budget": 150.0, "merge_frequency": 1})
+    cluster.run_round(Recorder())
+    assert cluster.counters.bytes_merged == (1 + 2) * 2 * MODEL_BYTES
+    assert cluster.counters.simulated_seconds == pytest.approx(3 * 8 + 1 + 4 / 1.5)
+
+
 def test_a_run_resumed_on_other_nodes_continues_the_time():
     settings = budget_settings(1) | SIMULATED | {"time_budget": 30.0}
     before = light_cluster(**settings)

@@ -52,8 +52,8 @@ def test_merged_trainers_are_evaluated_if_the_round_is_and_train_alike():
     rest.train(silent := Recorder())
     assert [result.merged is None for result in recorder.rounds] == [False, False, True]
     assert [result.merged for result in silent.rounds] == [None] * 3
-    assert first.merge_bytes == first.counters.bytes_merged > 0
-    assert second.merge_bytes == second.counters.bytes_merged - first.merge_bytes
+    assert first.merge_exchange.sent == first.counters.bytes_merged > 0
+    assert second.merge_exchange.sent == second.counters.bytes_merged - first.merge_exchange.sent
     (survivor,) = evaluated.trainers
     assert torch.equal(evaluated.trainers[survivor].parameters, rest.trainers[survivor].parameters)
     assert evaluated.evaluate() == final

@@ -70,7 +70,7 @@ class NodeLog:
                 last[worker.node] = (row, begin)
         clock.end_round()
         if result.merge is not None:
-            clock.merge(len(result.merge.weights) - 1, result.merge.representative, result.merge_bytes)
+            clock.merge(result.merge_exchange)
         for node, (row, begin) in last.items():  # with its wait for the other trainers, and the merge
             row |= _times(begin, self._mark(node))
         self.csv.append(rows)

@@ -7,7 +7,7 @@ import numpy as np
 
 from algorithms.batch.gradient_statistics import GradientStatistics
 from algorithms.nodes.policies import Merge
-from algorithms.nodes.traffic import Event
+from algorithms.nodes.traffic import Event, Exchange
 from algorithms.nodes.virtual_clock import Computing
 from algorithms.schedule.limits import RunCounters
 from fabrics.pool.eval_tool import Evaluation
@@ -107,7 +107,7 @@ class ClusterRound:
     merge: Merge | None
     counters: RunCounters
     memory: list[list[Use]]
-    merge_bytes: int = 0
+    merge_exchange: Exchange = Exchange()
     merged: Evaluation | None = None
 
 

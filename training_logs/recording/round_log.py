@@ -180,7 +180,7 @@ def round_line(result: ClusterRound, report: RoundReport, metric: Metric) -> str
     measured = f"{metric.name} {evaluation.metric:8.{metric.decimals}f} | " if evaluation else ""
     # A merge comes after the round, and has a line of its own.
     communications = result.counters.communications - (result.merge is not None)
-    sent = byte_size(result.counters.bytes_communicated - result.merge_bytes)
+    sent = byte_size(result.counters.bytes_communicated - result.merge_exchange.sent)
     return (
         f"round {result.outer_step:>3} ({int(100 * result.progress):>3}%) | trainer {report.trainer} | "
         f"loss {report.train_loss:6.3f} | {measured}batch {report.requested_batch:>3} "
