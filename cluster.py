@@ -66,6 +66,7 @@ class Cluster:
         processes: None: join those that the environment names, or be the only one.
 
     Attributes:
+        given_config: `config`, but with the method as it was given; `objective: time` chooses another one.
         interrupted: True if the run was asked to stop before its end.
         round_plan: of the present round, in a run with `objective: time`.
 
@@ -84,6 +85,7 @@ class Cluster:
         self.models = DeviceModels(config, data, self.processes)
         self.devices = list(self.models)
         check_model(config, self.models.first)
+        self.given_config = config
         if config.objective == "time":
             config = with_best_method(config, self.models.first, self.pool.fastest(0.0), len(data.train))
         self.config = config

@@ -73,5 +73,5 @@ class CheckpointPolicy:
         if self._checkpoints is not None:
             run = self._run
             state = {"cluster": run.state_dict(), "observer": self._observer.state_dict()}
-            texts = {"config.yaml": dump_config(run.config)}
+            texts = {"config.yaml": dump_config(run.given_config)}
             self._checkpoints.save(run.counters.outer_steps, run.tensors(), state, texts)

@@ -24,6 +24,7 @@ from tests.support.helpers import (
     tiny_data,
 )
 from training_logs.recording.node_log import NodeLog
+from utils.checkpoint.checkpoint import newest_checkpoint
 from utils.config.schema import BUDGETS, ConfigError
 
 pytestmark = pytest.mark.long
@@ -356,9 +357,12 @@ def test_a_run_that_makes_the_most_of_its_time_leaves_nodes_idle_on_a_slow_link(
     ]
 
 
-def test_a_run_that_makes_the_most_of_its_time_is_synchronous_on_a_fast_link():
+def test_a_run_that_makes_the_most_of_its_time_is_synchronous_on_a_fast_link(tmp_path):
     cluster = planned(link="100Gb/s", time_budget=60.0)
-    cluster.train(Recorder())
+    cluster.train(Recorder(), tmp_path)
+    # The configuration that a resume compares with is the one that the user gave.
+    checkpoint = newest_checkpoint(tmp_path / "checkpoints", cluster.processes)
+    assert "distributed_algo: DiLoCo" in (checkpoint.folder / "config.yaml").read_text()
     assert cluster.config.distributed_algo == "Synchronous"
     assert len(cluster.trainers[0].nodes) == 4
 
