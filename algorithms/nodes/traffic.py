@@ -157,11 +157,13 @@ class ExchangeSizes:
         round: from the workers of a trainer and the number of the round, from 1, to the bytes that they send.
         merge: that a trainer gives in a merge.
         joining: that arrive at a node that is new to a trainer.
+        settling: from a trainer's workers to the bytes of what they have not sent yet, which they send before a merge.
     """
 
     round: Callable[[int, int], float]
     merge: float
     joining: float
+    settling: Callable[[int], float] = lambda workers: 0.0
 
 
 def even_split(nodes: int, trainers: int) -> tuple[int, ...]:
@@ -195,7 +197,8 @@ def rounds_ahead(
             yield workers, exchanges
             continue
         others = min(merge_count, trainers) - 1
-        exchanges.append(merge_exchange(others, workers[0], (others + workers[0] - 1) * sizes.merge))
+        settled = sum(sizes.settling(count) for count in workers[: others + 1])
+        exchanges.append(merge_exchange(others, workers[0], (others + workers[0] - 1) * sizes.merge + settled))
         yield workers, exchanges
         trainers -= others
         before = sum(workers[:trainers])

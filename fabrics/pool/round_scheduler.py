@@ -260,6 +260,7 @@ def exchange_sizes(config: Config, trainer: "Trainer") -> ExchangeSizes:
         round=sent,
         merge=len(group.merged_tensors) * group.parameter_bytes,
         joining=group.sizes.trainer + group.sizes.worker,
+        settling=group.settling_bytes,
     )
 
 

@@ -140,6 +140,15 @@ def test_a_budget_is_spent_through_merges_and_growing_batches(trainers, settings
         assert 0.0 < last.workers[0].learning_rates[-1] <= 0.01 * 5 * step * 1.001
 
 
+def test_a_byte_budget_pays_for_the_copies_that_workers_send_before_a_merge():
+    settings = {"distributed_algo": "NoLoCo", "merge_frequency": 5, "merge_count": 2, "nodes_per_gpu": 8, H: 7}
+    settings |= {"byte_budget": 5_000_000, "sampling_method": "none", "max_tokens": 6000}
+    cluster, recorder = run(4, **settings)
+    assert cluster.merges == 2
+    assert cluster.counters.bytes_communicated <= 5_000_000
+    assert recorder.warnings == []
+
+
 @pytest.mark.parametrize(
     ("budget", "expected"),
     [
