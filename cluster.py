@@ -27,7 +27,7 @@ from fabrics.pool.checkpoint_policy import CheckpointPolicy, Vote
 from fabrics.pool.device_errors import explain_training_errors
 from fabrics.pool.eval_tool import Evaluation, EvaluationPart, Validation
 from fabrics.pool.max_batch import measured_max_batches
-from fabrics.pool.node_pool import NodePool, NoNodeLeftError
+from fabrics.pool.node_pool import NodePool
 from fabrics.pool.round_scheduler import RoundScheduler
 from fabrics.pool.run_checks import check_model, check_statistics
 from fabrics.pool.time_controller import plan_round, with_best_method
@@ -133,18 +133,14 @@ class Cluster:
 
         Raises:
             StoppedInRoundError: the round took too long to end after `stop` was requested; no checkpoint is written.
-            TrainingError: training cannot continue. If no node is left, a checkpoint is written before.
+            TrainingError: training cannot continue.
         """
         checkpoint_policy = CheckpointPolicy(self, observer, folder, stop)
         with explain_training_errors():
             self._start(observer)
             result = None
             while not self.finished and not self.interrupted:
-                try:
-                    result = self.run_round(observer, checkpoint_policy)
-                except NoNodeLeftError:
-                    checkpoint_policy.save_checkpoint()
-                    raise
+                result = self.run_round(observer, checkpoint_policy)
                 observer.on_round(self, result)
                 self.interrupted = checkpoint_policy.decision.stop
                 checkpoint_policy.after_round()
@@ -222,8 +218,6 @@ class Cluster:
         (trainer,) = self.trainers.values()
         progress = self.scheduler.progress(self.counters)
         nodes = self.pool.fastest(progress)
-        if not nodes:
-            return  # `assign_nodes` raises
         plan = plan_round(self.config, trainer, nodes, self.counters.simulated_seconds, progress)
         trainer.batch_control.requested_batch = plan.batch
         if plan != self.round_plan:
@@ -248,8 +242,6 @@ class Cluster:
     ) -> dict[int, tuple[int, ...]]:
         """Return the nodes of each trainer, by its requested batch; `trainers` keep theirs as far as they can."""
         nodes = [node.id for node in self.pool.working(progress)]
-        if not nodes:
-            raise NoNodeLeftError("no node is left to train on: all of them failed")
         smallest_worker_batch = self.config.smallest_worker_batch
         if self.config.objective == "time":  # the plan says how many, and the run begins with all
             most = self.round_plan.workers if self.round_plan else None
@@ -409,7 +401,7 @@ class Cluster:
         }
 
     def load_state_dict(self, state: Mapping, read: Callable[[str, str], torch.Tensor]) -> None:
-        """Restore the state of a run of the same data and model, on any number of processes; failed nodes return."""
+        """Restore the state of a run of the same data and model, on any number of processes."""
         check_state(state, self.data.fingerprint(), self.parameter_count)
         self.merges = state["merges"]
         self.pool.load_state_dict(state["nodes"])

@@ -118,8 +118,8 @@ class Trainer:
     def train_round(self, split: WorkSplit, schedule: RoundSchedule, on_step: Callable[[], None]) -> TrainedPart | None:
         """Run the inner steps of this process's workers and the outer step (AdLoCo, section 3, steps 1 to 5).
 
-        Workers whose parameters are no longer finite, or whose node failed, are left out of the mean. If all are, the
-        parameters stay. In a process without a worker nothing is done, and None returned.
+        Workers whose parameters are no longer finite are left out of the mean. If all are, the parameters stay. In a
+        process without a worker nothing is done, and None returned.
         """
         worker_group = self.worker_group
         worker_group.note_weights(split.examples_each(schedule.inner_steps))
@@ -151,9 +151,7 @@ class Trainer:
         records = dict(sorted(by_worker.items()))
         requested = self.requested_batch
         warnings = self._warnings(records)
-        all_left_out = all(record.left_out for record in records.values())
-        all_failed = all(record.failed for record in records.values())
-        if all_left_out and not all_failed:
+        if all(record.left_out for record in records.values()):
             raise TrainingError(
                 f"trainer {self.id}: the loss or the parameters of every worker became NaN or infinite in round "
                 f"{self.rounds + 1}; lower learning_rate_for_inner_opt or set gradient_clipping"

@@ -7,19 +7,15 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from fabrics.training.work_split import scheduled_nodes
-from fabrics.training.worker import Node, TrainingError, WorkerRound
+from fabrics.training.worker import Node, WorkerRound
 from utils.config.schema import Config, ConfigError
 
 # A measured speed is that of this many rounds, each without its first inner step.
 _MEASURED_ROUNDS = 3
 
 
-class NoNodeLeftError(TrainingError):
-    """All nodes failed; the trainers are as they were after their last round."""
-
-
 class NodePool:
-    """The nodes of a run, the same in every process. failed: the ids of nodes that failed."""
+    """The nodes of a run, the same in every process."""
 
     def __init__(self, devices: Sequence[torch.device], config: Config):
         count = len(devices)
@@ -33,7 +29,6 @@ class NodePool:
                 f"node_schedule: must have at most the {count} nodes that there are (nodes_per_gpu "
                 f"{config.nodes_per_gpu} on every device), got {most:.0f}"
             )
-        self.failed: set[int] = set()
         # A max batch that is not given is measured later.
         max_batch = config.max_batch_size or 1
         self.nodes = tuple(
@@ -44,24 +39,21 @@ class NodePool:
         self._measured: dict[int, deque[tuple[float, int]]] = {}  # by node: seconds and examples of each round
 
     def working(self, progress: float) -> tuple[Node, ...]:
-        """The nodes that work at this progress of the run, 0 to 1: the first healthy ones, as many as scheduled."""
-        healthy = tuple(node for node in self.nodes if node.id not in self.failed)
-        return healthy if self._schedule is None else healthy[: scheduled_nodes(self._schedule, progress)]
+        """The nodes that work at this progress of the run, 0 to 1: the first ones, as many as scheduled."""
+        return self.nodes if self._schedule is None else self.nodes[: scheduled_nodes(self._schedule, progress)]
 
     def fastest(self, progress: float) -> tuple[Node, ...]:
         """The nodes that work at this progress of a run with `node_speeds`, the fastest first."""
         return tuple(sorted(self.working(progress), key=lambda node: -node.speed))
 
     def update(self, workers: Sequence[WorkerRound]) -> None:
-        """Adopt what a round tells about its nodes: smaller max batches, failures and measured speeds."""
+        """Adopt what a round tells about its nodes: smaller max batches and measured speeds."""
         nodes = list(self.nodes)
         for worker in workers:
             node = nodes[worker.node]
             if worker.max_batch < node.max_batch:
                 nodes[worker.node] = dataclasses.replace(node, max_batch=worker.max_batch)
-            if worker.failed:
-                self.failed.add(worker.node)
-            elif worker.steady_examples:
+            if worker.steady_examples:
                 rounds = self._measured.setdefault(worker.node, deque(maxlen=_MEASURED_ROUNDS))
                 rounds.append((worker.steady_seconds, worker.steady_examples))
         self.nodes = tuple(nodes)
@@ -80,7 +72,7 @@ class NodePool:
         self.nodes = tuple(dataclasses.replace(node, max_batch=max_batches[node.id]) for node in self.nodes)
 
     def state_dict(self) -> dict:
-        """The max batches and measured speeds, as JSON values; nodes that failed work again after a resume."""
+        """Return the max batches and measured speeds as JSON values."""
         measured = {str(node): list(map(list, rounds)) for node, rounds in self._measured.items()}
         return {"max_batches": [node.max_batch for node in self.nodes], "measured": measured}
 

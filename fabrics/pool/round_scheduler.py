@@ -184,10 +184,10 @@ class RoundScheduler:
             return None
         config = self._config
         examples_left = self._examples_left(counters, splits)
-        healthy = len(self._pool.nodes) - len(self._pool.failed)
-        working = healthy
+        nodes = len(self._pool.nodes)
+        working = nodes
         if config.smallest_worker_batch is not None:  # the other nodes are idle
-            working = min(healthy, sum(len(trainer.nodes) for trainer in trainers))
+            working = min(nodes, sum(len(trainer.nodes) for trainer in trainers))
         sizes = exchange_sizes(config, next(iter(trainers)))
         ahead = rounds_ahead(
             len(trainers), working, counters.outer_steps + 1, config.merge_frequency, config.merge_count, sizes
@@ -195,7 +195,7 @@ class RoundScheduler:
 
         used = counters.used(self._budget.unit)
         progress = counters.examples / (counters.examples + examples_left)
-        joining = self._joining_workers(trainers, healthy, working, progress)
+        joining = self._joining_workers(trainers, nodes, working, progress)
         if joining:
             used += self._budget.cost(redistribution_exchange(joining, joining * sizes.joining))
         computing = None

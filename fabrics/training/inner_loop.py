@@ -1,7 +1,7 @@
 """The inner steps of one worker in a round: forward, backward, clip, optimizer step.
 
-Three problems concern one worker only: a device out of memory, parameters that are not finite, and a failed node. The
-worker makes the step again in smaller micro-batches, or reports why it is left out of the round.
+Two problems concern one worker only. If its device is out of memory, it makes the step again in smaller micro-batches.
+If its parameters are not finite, it reports why it is left out of the round.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from algorithms.batch.switch_mode import ExecutionPlan, in_parts, only_gradient_
 from fabrics.data.examples import Examples
 from fabrics.models.attention import unmasked
 from fabrics.training.flat_model import FlatModel
-from fabrics.training.worker import Assignment, NodeFailedError, TrainingError, Worker, WorkerRound
+from fabrics.training.worker import Assignment, TrainingError, Worker, WorkerRound
 from utils.distributed.devices import wait_for
 
 
@@ -112,7 +112,6 @@ class InnerLoop:
         self._on_step = on_step
         self._plan = assignment.plan
         self._samples: list = []
-        self._failed = False
         self._started = 0.0
         self._seconds = 0.0
         self._first_step_seconds = 0.0
@@ -133,19 +132,16 @@ class InnerLoop:
             return
         device = self.worker.node.device
         self._started = time.perf_counter()
-        try:
-            with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.enable_grad():
-                self._model.load(self._start)
-                self._model.gradient.zero_()
-                if first == 0 and self._needs_probe_batch():
-                    self._take_probe_batch()
-                self._seed_dropout(first)
-                with self.worker.optimizer.steps() if self.worker.optimizer else nullcontext():
-                    while self.done < end:
-                        self._step()
-            self._check_finite(first, end)
-        except NodeFailedError as error:
-            self._node_failed(error)
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.enable_grad():
+            self._model.load(self._start)
+            self._model.gradient.zero_()
+            if first == 0 and self._needs_probe_batch():
+                self._take_probe_batch()
+            self._seed_dropout(first)
+            with self.worker.optimizer.steps() if self.worker.optimizer else nullcontext():
+                while self.done < end:
+                    self._step()
+        self._check_finite(first, end)
         self._seconds += time.perf_counter() - self._started
         if self._keeps_end and self.left_out is None:
             self._start.copy_(self._model.parameters)
@@ -258,38 +254,25 @@ class InnerLoop:
             what = "parameters" if updates else "gradient"
             self.left_out = f"its loss or {what} became NaN or infinite"
 
-    def _node_failed(self, error: NodeFailedError) -> None:
-        node = self.worker.node
-        shard_group = self._model.shard_group
-        if shard_group.size > 1:  # the other devices wait in the middle of a pass
-            raise TrainingError(
-                f"node {node.id} is lost with device {shard_group.index} of its shard group, {node.device}: {error}. "
-                f"--resume continues from the last checkpoint. Set processes and devices_per_node to the remaining "
-                f"devices"
-            ) from error
-        self.left_out = f"node {node.id} failed: {error}"
-        self._failed = True
-
     # Report
 
     def record(self, message_lost: bool = False) -> WorkerRound:
         assignment = self._assignment
         if self.left_out is not None:
             self.vector = None
-        losses = [] if self._failed else self._losses[: self.done].tolist()
+        losses = self._losses[: self.done].tolist()
         steady = len(losses) > 1
         return WorkerRound(
             node=self.worker.node.id,
             plan=self._plan,
             losses=losses,
             learning_rates=[assignment.learning_rates[step] for step in assignment.active_steps],
-            samples=() if self._failed else tuple(self._samples),
+            samples=tuple(self._samples),
             seconds=self._seconds,
             max_batch=self.worker.node.max_batch,
             steady_seconds=self._seconds - self._first_step_seconds if steady else 0.0,
             steady_examples=self._plan.effective_batch * (len(losses) - 1) if steady else 0,
             left_out=self.left_out,
-            failed=self._failed,
             message_lost=message_lost,
             active_steps=assignment.active_steps if len(losses) < len(assignment.learning_rates) else None,
         )

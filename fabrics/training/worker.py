@@ -28,13 +28,6 @@ class TrainingError(RuntimeError):
     """Training cannot continue; the message says why and what would help."""
 
 
-class NodeFailedError(RuntimeError):
-    """A node has failed for good; its trainer continues with the others.
-
-    Raised by code that knows the device, such as a plugin's model or a driver; the framework itself never raises it.
-    """
-
-
 @dataclass(frozen=True)
 class Node:
     """A worker slot on a device; speed: examples per second, None: unknown."""
@@ -89,7 +82,7 @@ class WorkerRound:
 
     Attributes:
         plan: the micro-batches at the end of the round; after running out of memory they are smaller.
-        losses: of each inner step; empty if the node failed.
+        losses: of each inner step.
         samples: estimates of the gradient statistics, one of each sample of the worker's examples.
         steady_seconds: of the inner steps except the first one, which may compile and fill caches.
         steady_examples: of the same steps.
@@ -108,7 +101,6 @@ class WorkerRound:
     steady_seconds: float = 0.0
     steady_examples: int = 0
     left_out: str | None = None
-    failed: bool = False
     message_lost: bool = False
     comparison: GradientMoments | None = None
     active_steps: Sequence[int] | None = None

@@ -111,9 +111,8 @@ class WorkerGroup:
         """Let these nodes work from now on, and return the bytes that arrive at them.
 
         Workers keep their state as far as there are nodes for them, wherever those are. A new worker, and one whose
-        state is lost, begins with the optimizer state of the first healthy worker, or with a new one if none is
-        healthy. Surplus workers end, the last ones first: after a failure the last worker's state is dropped. A node
-        that rested and takes part again receives the trainer's tensors.
+        state is lost, begins with the optimizer state of the first healthy worker. Surplus workers end, the last ones
+        first. A node that rested and takes part again receives the trainer's tensors.
 
         participants: numbers of the workers that take part in the next round.
         """
@@ -250,8 +249,8 @@ class WorkerGroup:
         """
         if not (self._weights and self.local and self.method.capabilities.averages_copies):
             return
-        # An anchor outlives its worker's failure. A replica is as it was when its worker was last healthy, and counts
-        # only if no worker is healthy. During a round each process knows the lost workers of its own only.
+        # An anchor outlives divergence. A replica is as it was when its worker was last healthy, and counts only if no
+        # worker is healthy. During a round each process knows the lost workers of its own only.
         lost = self.to_restart if self.method.keeps == "replica" else frozenset()
         mean, count = self._mean_of_copies(lost)
         if lost and not count:
@@ -389,5 +388,5 @@ class WorkerGroup:
             if index < before:
                 names = worker.state_dict().keys() - ({COPY} if keeps_mean else set())
                 worker.load_state_dict({name: read_worker(index, name) for name in names})
-            elif healthy:
+            else:
                 worker.load_state_dict({name: read_worker(healthy[0], name) for name in worker.moments})

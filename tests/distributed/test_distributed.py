@@ -102,17 +102,6 @@ def test_a_round_has_one_gather_and_one_mean_per_trainer_over_several_processes(
     assert seen > 0
 
 
-def test_a_failed_node_works_no_more_and_its_trainer_continues(alone):
-    result = alone("a node fails")
-    failed = 2
-    assert any(1 in nodes for nodes in result["placement"][failed].values())
-    for placement in result["placement"][failed + 1 :]:
-        used = [node for nodes in placement.values() for node in nodes]
-        assert sorted(used) == [0, 2, 3]
-    assert result["left_out"] == 1
-    assert any("node 1 failed: pulled out" in warning for warning in result["warnings"])
-
-
 # Every method
 
 

@@ -1,7 +1,6 @@
-"""Faults, injected: workers that diverge, devices without memory, and nodes that fail."""
+"""Faults, injected: workers that diverge, and devices without memory or broken ones."""
 
 import dataclasses
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,11 +9,11 @@ import run as program
 from algorithms.batch.per_example import UnsupportedModuleError
 from fabrics.data.examples import PackedSequences
 from fabrics.pool.device_errors import explain_setup_errors
-from fabrics.pool.node_pool import NodePool, NoNodeLeftError
+from fabrics.pool.node_pool import NodePool
 from fabrics.training import inner_loop
 from fabrics.training.flat_model import FlatModel
 from fabrics.training.inner_loop import InnerLoop
-from fabrics.training.worker import NodeFailedError, TrainingError
+from fabrics.training.worker import TrainingError
 from tests.support.helpers import (
     CPU,
     LocalProcesses,
@@ -34,7 +33,6 @@ from utils.config.schema import ConfigError
 from utils.distributed.devices import is_out_of_memory
 from utils.distributed.peers import PeerLostError
 from utils.distributed.reductions import Workers
-from utils.distributed.shard_groups import ShardGroup
 
 EXAMPLES = PackedSequences(random_sequences(80))
 
@@ -272,7 +270,7 @@ def test_a_broken_device_ends_the_run_with_a_clear_message(kind, tmp_path, cache
     (folder,) = (tmp_path / "logs").iterdir()
     assert (code, len(calls), len(failures)) == (1, 40, 1)  # nothing else was tried
     found = summary(folder)
-    assert (found["status"], found["failed_nodes"]) == ("failed", [])
+    assert found["status"] == "failed"
     log = (folder / "training_log.log").read_text()
     assert "error: a device broke down and cannot be used by this process any more: CUDA error: an illegal" in log
     assert "Traceback" not in log
@@ -281,94 +279,3 @@ def test_a_broken_device_ends_the_run_with_a_clear_message(kind, tmp_path, cache
     monkeypatch.setattr(inner_loop, "accumulate_gradients", accumulate)
     written = newest_checkpoint(folder / "checkpoints", LocalProcesses())
     assert written.state["cluster"]["counters"]["outer_steps"] == found["outer_steps"] >= 1
-
-
-def test_a_device_of_a_shard_group_that_fails_ends_the_run_and_is_named(monkeypatch):
-    """The others of the shard group would wait for it."""
-
-    def broken(*arguments):
-        raise NodeFailedError("the driver says so")
-
-    monkeypatch.setattr(inner_loop, "backward", broken)
-    monkeypatch.setattr(FlatModel, "shard_group", ShardGroup(size=2, index=1))
-    trainer = make_trainer(tiny_llama(), make_config(sampling_method="none"), EXAMPLES, nodes=1)
-    with pytest.raises(TrainingError, match="node 0 is lost with device 1 of its shard group, cpu: the driver says so"):
-        train(trainer, 1)
-
-
-# Nodes
-
-
-@pytest.fixture
-def failing(monkeypatch):
-    """A function that makes nodes fail: from (round, node) to whether."""
-    step = InnerLoop._step
-
-    def install(fails):
-        def failed(self):
-            if fails(self._assignment.key.round, self.worker.node.id):
-                raise NodeFailedError("injected")
-            step(self)
-
-        monkeypatch.setattr(InnerLoop, "_step", failed)
-
-    return install
-
-
-def test_the_run_ends_with_a_result_on_the_nodes_that_are_left(failing):
-    failing(lambda step, node: node < 3 and step >= node)  # node 0 at once, node 1 after a round, node 2 after two
-    cluster, recorder = light_cluster(number_of_outer_steps=5, number_of_initial_trainers=2), Recorder()
-    final = cluster.train(recorder)
-    assert cluster.pool.failed == {0, 1, 2}
-    assert cluster.counters.outer_steps == 5
-    assert all(torch.isfinite(trainer.parameters).all() for trainer in cluster.trainers.values())
-    assert all(evaluation.loss < 10 for evaluation in final.values())
-    last = recorder.rounds[-1].reports.values()
-    assert {worker.node for report in last for worker in report.workers.values()} == {3}
-    assert cluster.counters.left_out == sum(r.left_out for result in recorder.rounds for r in result.reports.values())
-
-
-def test_a_node_that_serves_two_trainers_fails_for_both(failing):
-    failing(lambda step, node: node == 1)
-    cluster, recorder = light_cluster(nodes_per_gpu=2, number_of_initial_trainers=4), Recorder()
-    cluster.train(recorder)
-    assert cluster.pool.failed == {1}
-    assert recorder.rounds[0].counters.left_out == 2
-
-
-def test_with_no_node_left_there_is_a_checkpoint_and_a_clear_error(failing, tmp_path, monkeypatch):
-    failing(lambda step, node: step == 2)
-    cluster, recorder = light_cluster(number_of_outer_steps=5), Recorder()
-    with pytest.raises(NoNodeLeftError, match="no node is left to train on: all of them failed"):
-        cluster.train(recorder, tmp_path)
-    assert len(recorder.rounds) == 3
-    monkeypatch.undo()
-    written = newest_checkpoint(tmp_path / "checkpoints", cluster.processes)
-    again = light_cluster(number_of_outer_steps=5)
-    again.resume(written)
-    for trainer, own in cluster.trainers.items():
-        assert torch.equal(again.trainers[trainer].parameters, own.parameters)
-    again.train(Recorder())
-    assert again.counters.outer_steps == 5
-
-
-def test_a_slow_first_step_does_not_make_a_node_slow(monkeypatch):
-    """Compilation is in the first step of a round, here 100 s. The device takes 3 s for a step, its launch 1 s."""
-    clock, accumulate = SimpleNamespace(now=0.0, ready=0.0), inner_loop.accumulate_gradients
-
-    def launched(*arguments):
-        clock.now += 1.0 if clock.ready else 100.0
-        clock.ready = max(clock.ready, clock.now) + 3.0
-        return accumulate(*arguments)
-
-    def waited(*arguments):
-        clock.now = clock.ready
-
-    monkeypatch.setattr(inner_loop, "accumulate_gradients", launched)
-    monkeypatch.setattr(inner_loop, "wait_for", waited)
-    monkeypatch.setattr(inner_loop.InnerLoop, "_check_finite", waited)  # it reads a number of the device
-    monkeypatch.setattr(inner_loop, "time", SimpleNamespace(perf_counter=lambda: clock.now))
-    trainer = make_trainer(tiny_llama(), make_config(INITIAL_BATCH_SIZE=8, sampling_method="none"), EXAMPLES, nodes=1)
-    (report,) = train(trainer, 1, inner_steps=4)
-    record = report.workers[0]
-    assert (record.seconds, record.steady_seconds, record.steady_examples) == (113.0, 10.0, 24)

@@ -1,6 +1,5 @@
 """Every synchronisation method through resumes, merges, moving nodes and faults; see tests/support/matrix.py."""
 
-import contextlib
 import itertools
 import json
 
@@ -292,14 +291,14 @@ def test_a_method_reports_the_bytes_of_its_encoded_messages(name, monkeypatch):
 
 @pytest.fixture
 def losing():
-    """Return a function that makes nodes fail in the second inner step, from a predicate of (round, worker)."""
-    with contextlib.ExitStack() as stack:
-        yield lambda lost: stack.enter_context(matrix.losing(lambda key: lost(key.round, key.worker), fails=True))
+    """Let worker 0 diverge in the second round."""
+    with matrix.losing(lambda key: (key.round, key.worker) == (1, 0)):
+        yield
 
 
 @every_method
-def test_a_lost_worker_restarts_and_the_others_keep_their_state(name, losing):
-    losing(lambda number, worker: (number, worker) == (1, 0))
+@pytest.mark.usefixtures("losing")
+def test_a_lost_worker_restarts_and_the_others_keep_their_state(name):
     trainer = matrix.trainer_of(name)
     first, second = train(trainer, 2, matrix.INNER_STEPS)
     assert (first.left_out, second.left_out) == (0, 1)
@@ -318,37 +317,16 @@ def test_a_lost_worker_restarts_and_the_others_keep_their_state(name, losing):
 
 
 @every_method
-def test_training_continues_after_all_workers_were_lost_and_so_does_a_resumed_run(name, losing):
-    """One worker is lost in the second round, and all in the third; a run resumed then has the same bits."""
-    losing(lambda number, worker: number == 2 or (number, worker) == (1, 1))
+@pytest.mark.usefixtures("losing")
+def test_a_run_that_is_resumed_after_a_worker_was_lost_has_the_same_bits(name):
     trainer = matrix.trainer_of(name)
-    assert [report.left_out for report in train(trainer, 3, matrix.INNER_STEPS)] == [0, 1, 3]
+    assert [report.left_out for report in train(trainer, 2, matrix.INNER_STEPS)] == [0, 1]
     again = resumed(trainer, name)
     for each in (trainer, again):
-        each.worker_group.refresh()
-        before = each.parameters.clone()
         each.assign_nodes(each.nodes)
-        assert torch.equal(each.parameters, before)
         (report,) = train(each, 1, matrix.INNER_STEPS)
         assert report.left_out == 0
-        each.worker_group.refresh()
-        assert all_finite(each)
-        assert not torch.equal(each.parameters, before)
     assert_same_tensors(again, trainer)
-
-
-GRADIENTS = [name for name, method in matrix.METHODS.items() if method().capabilities.exchanges_gradients]
-
-
-@pytest.mark.parametrize("name", GRADIENTS)
-def test_methods_that_exchange_gradients_keep_the_steps_before_all_workers_failed(name, losing):
-    """All fail in the second inner step of the second round: as if that round had one step."""
-    losing(lambda number, worker: number == 1)
-    trainer, short = matrix.trainer_of(name), matrix.trainer_of(name)
-    train(trainer, 2, matrix.INNER_STEPS)
-    train(short, 1, matrix.INNER_STEPS)
-    train(short, 1, 1)
-    assert torch.equal(trainer.parameters, short.parameters)
 
 
 # Messages

@@ -286,7 +286,7 @@ def test_a_merge_averages_parameters_and_momentum_and_unites_the_data():
     data = set(subset_of(trainers[0].cursor)) | set(subset_of(trainers[1].cursor))
     bytes_before = cluster.counters.bytes_merged
     communications_before = cluster.counters.communications
-    merge = cluster._merge()
+    merge, _ = cluster._merge()
     assert merge.representative == 0
     assert sorted(cluster.trainers) == [0, 2]
     torch.testing.assert_close(trainers[0].parameters, x)

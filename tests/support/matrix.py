@@ -20,7 +20,7 @@ from fabrics.config_checks import CHECKS
 from fabrics.data.examples import PackedSequences
 from fabrics.models import initialisation
 from fabrics.training.inner_loop import InnerLoop
-from fabrics.training.worker import NodeFailedError, RoundKey
+from fabrics.training.worker import RoundKey
 from fabrics.training.worker_group import WorkerGroup
 from tests.support.helpers import (
     NAMES_ONLY,
@@ -270,15 +270,13 @@ def run(config: Config, processes=None, recorder: Following | None = None, resum
 
 
 @contextlib.contextmanager
-def losing(lost: Callable[[RoundKey], bool] = lambda key: (key.round, key.worker) == LOST, fails: bool = False):
-    """Let workers diverge, or their nodes fail, in the second inner step of a round."""
+def losing(lost: Callable[[RoundKey], bool] = lambda key: (key.round, key.worker) == LOST):
+    """Let workers diverge in the second inner step of a round."""
     accumulate = InnerLoop._accumulate
 
     def failing(self, *arguments):
         plan, loss, probes = accumulate(self, *arguments)
         if self.done == 1 and lost(self._assignment.key):
-            if fails:
-                raise NodeFailedError("pulled out")
             loss = loss * float("nan")
             self._model.gradient.fill_(float("nan"))
         return plan, loss, probes

@@ -23,8 +23,6 @@ from fabrics.data.dataset_loader import DATASETS, Dataset, load_data, task_data
 from fabrics.data.examples import PackedSequences, TaskData
 from fabrics.data.token_store import TokenisedPart, TokenisedSet
 from fabrics.models import initialisation
-from fabrics.training.inner_loop import InnerLoop
-from fabrics.training.worker import NodeFailedError
 from tests.support import matrix
 from tests.support.helpers import (
     TINY_ARCHITECTURE,
@@ -71,7 +69,6 @@ SCENARIOS = {
     "the most of the time": {"number_of_initial_trainers": 1, "objective": "time", "time_budget": 400.0}
     | {"node_speeds": [2.0] * 4, "link": "20kb/s,1s", "smallest_worker_batch": 4},
     "int8": {"communication_dtype": "int8"},
-    "a node fails": _TWO_TRAINERS,
     "Synchronous": {"distributed_algo": "Synchronous"},
     "all-reduce": {"deterministic": False},
 }
@@ -197,16 +194,8 @@ def run_scenario(name: str, processes: Processes | None = None) -> dict:
     """Train a scenario, and return its results as numbers and tensors."""
     config = make_config(model_config=TINY_ARCHITECTURE, **_RUN | SCENARIOS[name])
     processes = processes or join_processes(config)
-    step = InnerLoop._step
-
-    def failing_step(self):
-        if name == "a node fails" and self.worker.node.id == 1 and self._assignment.key.round == 2:
-            raise NodeFailedError("pulled out")
-        step(self)
-
     with (
         patch.object(initialisation, "build_model", _build(name)),
-        patch.object(InnerLoop, "_step", failing_step),
         Wire() as wire,
     ):
         data = _data(config, processes)

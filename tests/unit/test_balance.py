@@ -95,11 +95,10 @@ def test_slices_of_a_round_follow_each_other():
 # Speeds of nodes
 
 
-def measured(node: int, seconds: float, examples: int, failed: bool = False) -> WorkerRound:
+def measured(node: int, seconds: float, examples: int) -> WorkerRound:
     return WorkerRound(
-        node, ExecutionPlan((4,)), [1.0], [0.1], (), 99.0, 64, steady_seconds=seconds, steady_examples=examples,
-        failed=failed,
-    )  # fmt: skip
+        node, ExecutionPlan((4,)), [1.0], [0.1], (), 99.0, 64, steady_seconds=seconds, steady_examples=examples
+    )
 
 
 def test_a_measured_speed_is_that_of_the_last_three_rounds():
@@ -108,9 +107,8 @@ def test_a_measured_speed_is_that_of_the_last_three_rounds():
     for seconds, expected in ((1.0, 8.0), (3.0, 4.0), (4.0, 3.0), (1.0, 3.0), (1.0, 4.0)):
         pool.update([measured(0, seconds, 8)])
         assert [node.speed for node in pool.nodes] == [expected, None]
-    pool.update([measured(0, 0.0, 0), measured(0, 9.0, 9, failed=True)])  # a single inner step, and a failure
+    pool.update([measured(0, 0.0, 0)])  # a single inner step
     assert pool.nodes[0].speed == 4.0
-    assert pool.failed == {0}
     again = NodePool([CPU] * 2, make_config(balance="batch", deterministic=False))
     again.load_state_dict(json.loads(json.dumps(pool.state_dict())))
     for each in (pool, again):

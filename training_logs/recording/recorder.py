@@ -337,7 +337,6 @@ class RunRecorder(Observer):
             "left_out_workers": counters.left_out,
             "lost_messages": counters.lost_messages,
             "nodes": len(run.nodes),
-            "failed_nodes": sorted(run.pool.failed),
             "merges": run.merges,
             "initial_trainers": self.config.number_of_initial_trainers,
             "final_trainers": len(run.trainers),
