@@ -114,6 +114,12 @@ def test_overrides_win_and_reach_nested_keys():
     }
 
 
+def test_numbers_that_override_a_text_are_taken_as_they_are_written():
+    assert parse_config({}, ["run_name=2024_01_15", "project_name=1.10", "max_tokens=1_000"])[0] == dataclasses.replace(
+        Config(), run_name="2024_01_15", project_name="1.10", max_tokens=1000
+    )
+
+
 def test_overrides_leave_the_given_mapping_as_it_is():
     given = {"number_of_outer_steps": 1, "synchronisation": {}}
     config, _ = parse_config(given, ["synchronisation.fragments=2"])
