@@ -262,7 +262,9 @@ def _print_requests(
         if value == parameters[symbols[test]]:
             mark = ", the test of the configuration" if test == own_test else ""
             print(f"  {test}, {symbols[test]} {value:g}: {counted(request, 'example')}{mark}")
-    if last is not None:
+    if own_test.startswith("none"):
+        print("the configuration has no batch test (sampling_method: none): its batch is fixed")
+    elif last is not None:
         print(f"the run itself requests {last:,} at its end: docs/gradient_analysis.md says why the two differ")
 
 

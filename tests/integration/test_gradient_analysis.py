@@ -248,13 +248,14 @@ def test_the_script_writes_figures_tables_and_a_summary(analysed):
     assert f"the run itself requests {last[best.split('_')[-1]]} at its end" in printed
 
 
-def test_bert_is_analysed(tmp_path, cache_dir, monkeypatch):
+def test_bert_is_analysed(tmp_path, cache_dir, monkeypatch, capsys):
     monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, path, **how: path.touch())  # takes seconds
     write_imdb(tmp_path / "aclImdb", 40, 10)
     config = tmp_path / "config.yaml"
     config.write_text(
         f"{{dataset: imdb, imdb_local_path: {tmp_path / 'aclImdb'}, model_type: bert, sequence_length: 16, "
-        f"vocab_size: 400, number_of_outer_steps: 1, model_config: {{preset: demo, num_hidden_layers: 1}}}}"
+        f"vocab_size: 400, number_of_outer_steps: 1, sampling_method: none, "
+        f"model_config: {{preset: demo, num_hidden_layers: 1}}}}"
     )
     output = analyse(
         AnalysisConfig(
@@ -267,6 +268,7 @@ def test_bert_is_analysed(tmp_path, cache_dir, monkeypatch):
     summary = json.loads((output / "gradient_analysis.json").read_text())
     assert summary["model"] == "untrained"
     assert summary["loss"] == pytest.approx(math.log(2), rel=0.1)
+    assert "the configuration has no batch test (sampling_method: none)" in capsys.readouterr().out
 
 
 @pytest.mark.usefixtures("programs")  # ClearML starts one
