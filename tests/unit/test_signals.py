@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 
 import pytest
 
@@ -63,3 +65,12 @@ with signals.StopRequest() as stop:
 
 def test_a_later_signal_ends_the_program(programs):
     programs.run("-c", LATER, status=-signal.SIGTERM)
+
+
+def test_a_later_signal_ends_the_first_process_of_a_container():
+    container = ["unshare", "--map-root-user", "--pid", "--fork", "--kill-child"]
+    try:
+        subprocess.run([*container, "true"], check=True)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("this system lets no user make a namespace for processes")
+    assert subprocess.run([*container, sys.executable, "-c", LATER]).returncode == 128 + signal.SIGTERM

@@ -76,3 +76,4 @@ class StopRequest:
             for each in _SIGNALS:
                 signal.signal(each, signal.SIG_DFL)
             signal.raise_signal(number)
+            os._exit(128 + number)  # Linux keeps the first process of a container from ending by an unhandled signal
