@@ -5,14 +5,17 @@ import re
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed import HashStore
 
 import run
 from tests.support.runs import assert_same_run, write_config
 from utils.config.reading import parse_config
 from utils.distributed import launch
+from utils.distributed.devices import Rank
 from utils.distributed.launch import planned_processes, threads_per_process
 from utils.distributed.peers import PeerLostError, PeerWatch
+from utils.distributed.processes import Processes
 
 
 def config(**values):
@@ -112,6 +115,23 @@ def test_a_process_that_ends_by_itself_leaves_the_reason():
     store = HashStore()
     PeerWatch(store=store).failed(1, "ETA: must be positive")
     assert explained(PeerWatch(store=store)) == "rank 1 ended: ETA: must be positive"
+
+
+def test_a_store_that_is_gone_at_the_end_of_a_round_is_a_lost_process(monkeypatch):
+    """The process that keeps it has died while this one was still in its inner steps."""
+
+    class Store(HashStore):
+        def set(self, key, value):
+            if key.startswith("rounds of"):
+                raise dist.DistNetworkError("Broken pipe")
+            super().set(key, value)
+
+    monkeypatch.setattr(dist, "init_process_group", lambda *arguments, **options: None)
+    store = Store()
+    two = Processes(Rank(1, 2, 1, 2, 0), store, PeerWatch(store=store))
+    with pytest.raises(PeerLostError, match="another process of the run is gone: Broken pipe"):
+        two.gather_in_round(None)
+    two.stalls.close()
 
 
 def test_a_child_that_was_killed_is_named(programs):

@@ -158,8 +158,8 @@ class Processes:
         if self.count == 1:
             return [value]
         values: list = [None] * self.count
-        self._peers.round_ended(self._rank.number)
         with self._peers.explaining(lambda: self._peers.late(self.count)):
+            self._peers.round_ended(self._rank.number)
             dist.all_gather_object(values, value, group=self._round_group)
         self.stalls.end_round()
         return values
