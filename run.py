@@ -287,7 +287,7 @@ def read_config(options: argparse.Namespace, resumed: str | None) -> tuple["Conf
     from utils.config.resume import resumed_config
 
     if resumed:
-        return resumed_config(Path(resumed), options.overrides, options.force, CHECKS)
+        return resumed_config(Path(resumed), options.overrides, options.force, CHECKS, options.config)
     config, warnings = load_config(options.config or default_config(), options.overrides, CHECKS)
     check_logs(config, anew=options.resume is None)
     return config, warnings

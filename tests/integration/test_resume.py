@@ -181,13 +181,21 @@ def test_resume_auto_begins_a_run_and_then_continues_it(tmp_path, cache_dir, cap
     assert program.main([*arguments, "number_of_outer_steps=2"]) == 0
     assert summary(folder)["outer_steps"] == 2
     assert [each["first_round"] for each in summary(folder)["invocations"]] == [1, 2]
+    # Another value in the file is what --resume makes of it on the command line.
+    write_config(tmp_path, cache_dir, run_name="mine", number_of_outer_steps=3, ETA=0.5)
+    assert program.main(arguments) == 2
+    assert "error: ETA: was 0.4, now 0.5; that changes how the run trains" in capsys.readouterr().err
+    write_config(tmp_path, cache_dir, run_name="mine", number_of_outer_steps=3, save_weights_every=None)
+    assert program.main(arguments) == 0
+    assert summary(folder)["outer_steps"] == 3
+    write_config(tmp_path, cache_dir, run_name="mine", number_of_outer_steps=1, save_weights_every=None)
     assert program.main(["--config", config]) == 2
     assert f"run_name: {folder} exists; choose another name" in capsys.readouterr().err
     # A run without a checkpoint starts again; its old logs are kept.
     shutil.rmtree(folder / "checkpoints")
     assert program.main(arguments) == 0
     assert summary(folder)["outer_steps"] == 1
-    assert summary(tmp_path / "logs" / "mine_2")["outer_steps"] == 2
+    assert summary(tmp_path / "logs" / "mine_2")["outer_steps"] == 3
 
 
 def test_another_log_dir_moves_no_run(whole):
@@ -225,6 +233,8 @@ def test_which_changes_need_force():
         return [line.split(":")[0] for line in training_changes(before, after)]
 
     assert training_changes(config(), config(gradient_clipping=None)) == ["gradient_clipping: was 1.0, now null"]
+    assert changes(config(loss_chunk_tokens=256), config()) == ["loss_chunk_tokens"]
+    assert changes(config(loss_chunk_tokens=256), config(memory="auto")) == []  # it chooses as at the start
     harmless = config(processes=3, clearml="off", number_of_outer_steps=9, eval_every=2)
     assert changes(config(), harmless) == []
     assert changes(config(), config(nu=1, max_batch_growth=4, communication_dtype="int8")) == [

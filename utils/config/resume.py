@@ -1,7 +1,7 @@
 """The configuration of a resumed run, compared with the one that the run began with."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,7 @@ def training_changes(before: Config, after: Config) -> list[str]:
         if name not in _START
         and getattr(before, name) != getattr(after, name)
         and (entry.metadata["changes_training"] or (name in _LENGTHS and _follows_progress(after)))
+        and not (name == "loss_chunk_tokens" and after.loss_chunk_tokens is None and after.memory == "auto")
     ]
 
 
@@ -60,9 +61,17 @@ def folder_to_resume(resume: str | None, config: str | None, overrides: Sequence
 
 
 def resumed_config(
-    folder: Path, overrides: Sequence[str], force: bool, checks: Checks | None = None
+    folder: Path,
+    overrides: Sequence[str],
+    force: bool,
+    checks: Checks | None = None,
+    given: str | Path | Mapping | Config | None = None,
 ) -> tuple[Config, list[str]]:
-    """Return the configuration of the run in a folder with overrides, and warnings; force: it may train differently."""
+    """Return the configuration with which a run continues, with overrides, and warnings.
+
+    force: it may train differently.
+    given: the configuration that begins or continues the run (--resume auto); None: that of the run folder.
+    """
     path = folder / "config.yaml"
     for file in folder.rglob("*"):
         if file.is_symlink():  # in a folder of somebody else's it could let the run write to any file of the user
@@ -78,7 +87,7 @@ def resumed_config(
     if not plugins:
         check_plugins_of_run(folder)
     before, _ = load_config(path, plugins, checks)
-    after, warnings = load_config(path, overrides, checks)
+    after, warnings = load_config(path if given is None else given, overrides, checks)
     problems = _changes_of_the_start(before, after)
     if before.log_dir != after.log_dir:
         warnings.append(f"log_dir: has no effect with --resume, the run continues in {folder}")
