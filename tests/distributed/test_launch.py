@@ -173,13 +173,21 @@ def test_a_process_ends_with_its_starter(programs):
     programs.start("-c", LAUNCHING).communicate()  # until no process holds its output
 
 
-@pytest.mark.parametrize("trainers", [1, 2])
-def test_a_process_that_stops_answering_in_a_round_ends_the_run_and_is_named(programs, tmp_path, cache_dir, trainers):
-    """The first process waits for it in a mean of their common trainer, or at the end of the round."""
-    values = {"number_of_initial_trainers": trainers, "merge_frequency": 99, "collective_timeout_minutes": 0.05}
+@pytest.mark.parametrize(
+    ("trainers", "in_order", "late"), [(1, True, "rank 1"), (2, True, "rank 1"), (1, False, "another process")]
+)
+def test_a_process_that_stops_answering_in_a_round_ends_the_run_and_is_named(
+    programs, tmp_path, cache_dir, trainers, in_order, late
+):
+    """The first process waits for it in a mean of their common trainer, or at the end of the round.
+
+    A sum over all processes does not say who is missing.
+    """
+    values = {"number_of_initial_trainers": trainers, "merge_frequency": 99, "deterministic": in_order}
+    values["collective_timeout_minutes"] = 0.05
     config = write_config(tmp_path, cache_dir, processes=2, **values)
     ended = programs.run("tests/support/killed_in_round.py", "SIGSTOP", 1, "--config", config, status=1)
-    assert "error: rank 1 did not answer within collective_timeout_minutes" in ended.stdout + ended.stderr
+    assert f"error: {late} did not answer within collective_timeout_minutes" in ended.stdout + ended.stderr
 
 
 HANG = """

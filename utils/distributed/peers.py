@@ -84,10 +84,10 @@ class PeerWatch:
             child.kill()
 
     @contextlib.contextmanager
-    def explaining(self, awaited: Callable[[], Sequence[int]] = tuple) -> Iterator[None]:
+    def explaining(self, awaited: Callable[[], Sequence[int]] | None = None) -> Iterator[None]:
         """Turn the failure of a collective into a PeerLostError, or a StoppedInRoundError if a signal ended the other.
 
-        awaited: the ranks that a collective waits for when its time is over.
+        awaited: the ranks that a collective within a round waits for when its time is over, if they are known.
         """
         try:
             yield
@@ -98,11 +98,12 @@ class PeerWatch:
             kind = StoppedInRoundError if reason.endswith(STOPPED_IN_ROUND) else PeerLostError
             raise kind(reason) from error
 
-    def _reason(self, error: RuntimeError, awaited: Callable[[], Sequence[int]]) -> str:
+    def _reason(self, error: RuntimeError, awaited: Callable[[], Sequence[int]] | None) -> str:
         text = " ".join(str(error).split())
-        if "timed out" in text.lower() and (late := awaited()):
-            ranks = ", ".join(map(str, late))
-            return f"rank {ranks} did not answer within collective_timeout_minutes"
+        if awaited is not None and "timed out" in text.lower():
+            ranks = ", ".join(map(str, awaited()))
+            late = f"rank {ranks}" if ranks else "another process"
+            return f"{late} did not answer within collective_timeout_minutes"
         if self._children:
             self._found.wait(_NAMING_SECONDS)
         if self._lost is not None and self._killed:

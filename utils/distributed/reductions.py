@@ -94,7 +94,7 @@ class Transport:
         """Sum a contiguous tensor of any device over all processes, in place."""
         for piece in self._pieces(tensor):
             staged = piece.to(self.device)
-            with self._peers.explaining():
+            with self._peers.explaining(tuple):
                 dist.all_reduce(staged, group=self._communicator)
             if staged is not piece:
                 piece.copy_(staged)
