@@ -111,7 +111,11 @@ def _unchanged_program() -> Iterator[None]:
         for number in handled_signals():
             restored.callback(signal.signal, number, signal.getsignal(number))
         restored.callback(torch.set_num_threads, torch.get_num_threads())
-        restored.callback(torch.use_deterministic_algorithms, torch.are_deterministic_algorithms_enabled())
+        warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        restored.callback(torch.use_deterministic_algorithms, deterministic, warn_only=warn_only)
+        fills = torch.utils.deterministic.fill_uninitialized_memory
+        restored.callback(setattr, torch.utils.deterministic, "fill_uninitialized_memory", fills)
         restored.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
         restored.callback(logger.setLevel, logger.level)
         restored.callback(setattr, logger, "propagate", logger.propagate)

@@ -100,6 +100,20 @@ def test_two_calls_of_train_give_the_bits_of_the_program_and_leave_nothing_behin
         assert (run.model_folder / "model.safetensors").exists()
 
 
+def test_a_run_leaves_the_deterministic_mode_of_the_program():
+    """On GPUs a run may turn it on, without filling memory."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        with program._unchanged_program():
+            torch.use_deterministic_algorithms(True)
+            torch.utils.deterministic.fill_uninitialized_memory = False
+        assert torch.is_deterministic_algorithms_warn_only_enabled()
+        assert torch.utils.deterministic.fill_uninitialized_memory
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.utils.deterministic.fill_uninitialized_memory = True
+
+
 def test_train_takes_a_mapping_a_config_and_a_run_to_resume(finished, tmp_path, cache_dir):
     short = yaml.safe_load(write_config(tmp_path, cache_dir).read_text()) | {"number_of_outer_steps": 1}
     torch.set_num_threads(2)
