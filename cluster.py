@@ -287,8 +287,8 @@ class Cluster:
         checkpoint_policy.after_step()
 
     def _progress(self) -> int:
-        """A number that changes with every forward pass of this process."""
-        return sum(model.passes for model in self.models.values())
+        """A number that changes with every forward pass of this process, and every piece of a tensor exchanged."""
+        return sum(model.passes for model in self.models.values()) + self.processes.moved
 
     def _conclude(
         self,

@@ -239,6 +239,25 @@ def test_a_run_without_progress_ends_and_says_where_each_process_is(programs, tm
     assert "of round 3" in ended.stderr
 
 
+SLOW_LINK = """
+exchange = reductions.Transport.exchange
+reductions.PIECE_BYTES["cpu"] = 2**15
+
+def slowly(*arguments):
+    time.sleep(0.2 * hangs[0])
+    exchange(*arguments)
+
+reductions.Transport.exchange = slowly
+"""
+
+
+def test_a_mean_over_a_slow_link_is_progress(programs, tmp_path, cache_dir):
+    """No round before had one so slow, for instance because a single worker trained alone."""
+    (tmp_path / "slow.py").write_text(HANG + SLOW_LINK)
+    values = {"number_of_initial_trainers": 1, "number_of_outer_steps": 3, "plugins": [str(tmp_path / "slow.py")]}
+    programs.run("run.py", "--config", write_config(tmp_path, cache_dir, processes=2, **values))
+
+
 SLOW_DISK = """
 import os, time
 from utils.checkpoint import checkpoint

@@ -165,6 +165,11 @@ class Processes:
         return values
 
     @property
+    def moved(self) -> int:
+        """A number that changes whenever this process has exchanged a piece of a tensor with others."""
+        return self._transport.moved if self._transport is not None else 0
+
+    @property
     def own_devices(self) -> list[torch.device]:
         """The devices of this process's nodes, each once."""
         return list(dict.fromkeys(device for node, device in enumerate(self.devices) if self.owns(node)))

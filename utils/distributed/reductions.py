@@ -36,7 +36,11 @@ class Transport:
     such set would be made in the middle of the run, when a GPU's memory may be full. So tensors go directly from
     process to process; only a sum over all processes is a collective.
 
-    device: where its tensors live: a GPU (nccl), or the CPU (gloo).
+    Args:
+        device: where its tensors live: a GPU (nccl), or the CPU (gloo).
+
+    Attributes:
+        moved: the number of exchanges and sums so far.
     """
 
     def __init__(
@@ -51,6 +55,7 @@ class Transport:
         self.ranks = tuple(ranks)
         self.device = device
         self.piece_bytes = PIECE_BYTES[device.type]
+        self.moved = 0
         self._communicator = communicator
         self._peers = peers
 
@@ -80,6 +85,7 @@ class Transport:
         for tensor, staged in arriving:
             if staged is not tensor:
                 tensor.copy_(staged)
+        self.moved += 1
 
     def copy(self, tensors: Sequence[torch.Tensor], source: int, takers: Collection[int]) -> None:
         """Copy contiguous tensors of any device from the process `source` into those of the processes `takers`."""
@@ -98,6 +104,7 @@ class Transport:
                 dist.all_reduce(staged, group=self._communicator)
             if staged is not piece:
                 piece.copy_(staged)
+            self.moved += 1
 
     def _pieces(self, tensor: torch.Tensor) -> Sequence[torch.Tensor]:
         return tensor.view(-1).split(self.piece_bytes // tensor.element_size())
