@@ -50,7 +50,8 @@ def find_max_batch(
         sizes[batch] = size
     largest_seen = max(sizes, default=0)
     if len(sizes) < len(probes):
-        return largest_seen
+        between = range(largest_seen + 1, probes[len(sizes)])
+        return next((batch for batch in reversed(between) if fits(measure(batch))), largest_seen)
     slope, intercept = statistics.linear_regression(list(sizes), list(sizes.values()))
     if slope <= 0.0:
         return largest_seen

@@ -35,7 +35,7 @@ INNER_PRODUCTS = {"sampling_method": "inner_product_test", "nodes_per_gpu": 8}
 
 @pytest.mark.parametrize(
     ("fixed", "per_example", "budget", "expected"),
-    [(100, 30, 1000, 30), (0, 10, 1000, 100), (100, 30, 130, 1), (100, 30, 199, 2), (50, 7, 10**6, 142850)],
+    [(100, 30, 1000, 30), (0, 10, 1000, 100), (100, 30, 130, 1), (100, 30, 199, 3), (50, 7, 10**6, 142850)],
 )
 def test_the_largest_batch_of_a_linear_device(fixed, per_example, budget, expected):
     measured = []
@@ -58,7 +58,8 @@ def test_a_prediction_that_does_not_fit_is_shrunk_until_it_does():
 
 
 def test_a_probe_may_run_out_of_memory():
-    assert find_max_batch(lambda batch: None if batch > 3 else 100 * batch, 10_000) == 2
+    assert find_max_batch(lambda batch: None if batch > 2 else 100 * batch, 10_000) == 2
+    assert find_max_batch(lambda batch: None if batch > 3 else 100 * batch, 10_000) == 3
     assert find_max_batch(lambda batch: 100 * batch, 99) == 0
 
 
