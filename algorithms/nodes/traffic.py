@@ -6,10 +6,10 @@ Every node counts as a machine of its own, whatever the processes.
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from algorithms.nodes.distribution import HandOver, StateBytes
+from algorithms.nodes.distribution import HandOver, StateBytes, distribute_nodes
 
 
 def redistribution_bytes(old: Sequence[int], new: Sequence[int], moves: Sequence[HandOver], sizes: StateBytes) -> int:
@@ -183,26 +183,34 @@ def rounds_ahead(
 ) -> Iterator[tuple[tuple[int, ...], list[Exchange]]]:
     """Yield the workers of each trainer and the exchanges of every future round, without end.
 
-    Nodes are assumed to be divided evenly. The nodes of trainers that a merge ends go to the others.
+    All trainers are assumed to have equal requests. So the first ones merge, into the first of them.
 
     next_round: number of the next round, from 1; trainers merge after every `merge_frequency`-th.
+    most_workers: that a trainer has work for.
     """
+
+    def distribution(living: Collection[int], present: Mapping[int, Sequence[int]]) -> dict[int, tuple[int, ...]]:
+        if math.isinf(most_workers):
+            return distribute_nodes(dict.fromkeys(living, 1), range(nodes), present)
+        return distribute_nodes(dict.fromkeys(living, int(most_workers)), range(nodes), present, smallest_batch=1)
+
     joining: list[Exchange] = []
-    workers = even_split(min(nodes, trainers * most_workers), trainers)
+    nodes_of = distribution(range(trainers), {})
     for number in itertools.count(next_round):
+        workers = tuple(map(len, nodes_of.values()))
         exchanges = [*joining, synchronisation_exchange((count, sizes.round(count, number)) for count in workers)]
         joining = []
-        merges = trainers > 1 and number % merge_frequency == 0
-        if not merges:
+        if len(nodes_of) == 1 or number % merge_frequency:
             yield workers, exchanges
             continue
-        others = min(merge_count, trainers) - 1
-        settled = sum(sizes.settling(count) for count in workers[: others + 1])
-        exchanges.append(merge_exchange(others, workers[0], (others + workers[0] - 1) * sizes.merge + settled))
+        representative, *others = list(nodes_of)[:merge_count]
+        own = nodes_of[representative]
+        sent = merge_bytes(own, [nodes_of[other] for other in others], sizes.merge)
+        sent += sum(map(sizes.settling, workers[:merge_count]))
+        exchanges.append(merge_exchange(len(others), len(own), sent))
         yield workers, exchanges
-        trainers -= others
-        before = sum(workers[:trainers])
-        workers = even_split(min(nodes, trainers * most_workers), trainers)
-        new = sum(workers) - before
+        before = {trainer: nodes for trainer, nodes in nodes_of.items() if trainer not in others}
+        nodes_of = distribution(before, before)
+        new = sum(len(set(nodes_of[trainer]) - set(nodes)) for trainer, nodes in before.items())
         if new > 0:
             joining = [redistribution_exchange(new, new * sizes.joining)]

@@ -78,6 +78,8 @@ def test_a_run_sends_what_is_estimated(method):
         {"nodes_per_gpu": 7, "number_of_initial_trainers": 3, "merge_count": 3, "merge_frequency": 2},
         {"nodes_per_gpu": 6, "number_of_initial_trainers": 2},
         {"nodes_per_gpu": 8, "number_of_initial_trainers": 2, "smallest_worker_batch": 2},
+        {"nodes_per_gpu": 7, "number_of_initial_trainers": 5, "merge_count": 3, "merge_frequency": 1},
+        {"nodes_per_gpu": 3, "number_of_initial_trainers": 5, "merge_frequency": 1},
     ],
     ids=lambda values: ",".join(values),
 )
@@ -86,6 +88,11 @@ def test_statistics_merges_and_redistributions_are_estimated_to_the_byte(values)
     assert found.ranges["sent_bytes"] == (totals.bytes_communicated,) * 2
     assert found.ranges["communications"] == (totals.communications,) * 2
     assert totals.bytes_communicated > 0
+
+
+def test_trainers_on_one_node_send_nothing():
+    found, totals = ran(nodes_per_gpu=1, number_of_initial_trainers=3, merge_frequency=1)
+    assert found.ranges["sent_bytes"] == (totals.bytes_communicated,) * 2 == (0, 0)
 
 
 def test_a_limit_of_tokens_ends_the_run():
