@@ -19,6 +19,7 @@ over these.
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 from torch import nn
 from transformers.pytorch_utils import Conv1D
@@ -31,7 +32,7 @@ from fabrics.pool.max_batch import round_tensors
 from fabrics.pool.run_checks import check_model
 from fabrics.sharding.sharded_model import gathered_elements, sharded_parts
 from fabrics.training.flat_model import FlatModel
-from fabrics.training.method_config import check_method, method_of, round_bytes
+from fabrics.training.method_config import check_method, method_of, round_bytes, settling_bytes
 from fabrics.training.optimizers import inner_optimizer_of
 from fabrics.training.statistics import batch_schedule, probes_examples
 from fabrics.training.worker import personal_tensors
@@ -325,7 +326,12 @@ class _Run:
             return round_bytes(config, method, self.model, workers, measures)
 
         given = 1 + sum(name not in method.capabilities.copies for name in method.state)
-        return ExchangeSizes(sent, given * self.flat_bytes, self.trainer_bytes + self.moment_bytes)
+        return ExchangeSizes(
+            round=sent,
+            merge=given * self.flat_bytes,
+            joining=self.trainer_bytes + self.moment_bytes,
+            settling=partial(settling_bytes, method, self.model),
+        )
 
 
 def _assumptions(run: _Run, adapts: bool, ends: bool) -> Iterator[str]:

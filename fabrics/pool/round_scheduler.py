@@ -3,6 +3,7 @@
 import copy
 import math
 from collections.abc import Callable, Collection
+from functools import partial
 from typing import TYPE_CHECKING
 
 from algorithms.nodes.traffic import Event, Exchange, ExchangeSizes, redistribution_exchange, rounds_ahead
@@ -17,7 +18,7 @@ from algorithms.schedule.budget import (
 )
 from algorithms.schedule.limits import Limits, RoundSchedule, RunCounters
 from fabrics.pool.node_pool import NodePool
-from fabrics.training.method_config import round_bytes
+from fabrics.training.method_config import round_bytes, settling_bytes
 from fabrics.training.optimizers import learning_rate_schedule
 from fabrics.training.statistics import batch_schedule
 from utils.config.schema import BUDGETS, Config, ConfigError
@@ -260,7 +261,7 @@ def exchange_sizes(config: Config, trainer: "Trainer") -> ExchangeSizes:
         round=sent,
         merge=len(group.merged_tensors) * group.parameter_bytes,
         joining=group.sizes.trainer + group.sizes.worker,
-        settling=group.settling_bytes,
+        settling=partial(settling_bytes, group.method, group.first_model),
     )
 
 

@@ -1,7 +1,7 @@
 """The synchronisation method that a configuration asks for."""
 
 from algorithms.synchronisation import METHODS, Method
-from algorithms.synchronisation.encodings import COMMUNICATION_DTYPES
+from algorithms.synchronisation.encodings import COMMUNICATION_DTYPES, PLAIN
 from algorithms.synchronisation.method import taken_names
 from fabrics.training.flat_model import FlatModel
 from fabrics.training.optimizers import inner_optimizer_of
@@ -28,6 +28,12 @@ def round_bytes(config: Config, method: Method, model: FlatModel, workers: int, 
     message = encoding.sent_bytes(elements, dtype)
     exchanged = method.capabilities.bytes_per_round(workers, mean, message, model.blocks, dtype)
     return round(exchanged) + measurement_of(config, workers, measures).sent_bytes(workers, elements, dtype)
+
+
+def settling_bytes(method: Method, model: FlatModel, workers: int) -> float:
+    """Bytes that workers send before a merge, with a method whose rounds are one exchange each."""
+    settles = method.capabilities.averages_copies or type(method).settle is not Method.settle
+    return PLAIN.reduction_bytes(workers, model.parameter_count, model.parameters.dtype) if settles else 0
 
 
 def check_state(config: Config, model: FlatModel) -> None:

@@ -13,9 +13,8 @@ from algorithms.nodes.distribution import HandOver, StateBytes, hand_overs
 from algorithms.nodes.traffic import Event, merge_bytes, redistribution_bytes
 from algorithms.synchronisation.encodings import BFLOAT16, COMMUNICATION_DTYPES, PLAIN, Encoding
 from algorithms.synchronisation.group import Clock, Group, Outer
-from algorithms.synchronisation.method import Method
 from fabrics.training.flat_model import FlatModel
-from fabrics.training.method_config import method_of
+from fabrics.training.method_config import method_of, settling_bytes
 from fabrics.training.optimizers import inner_optimizer_of
 from fabrics.training.worker import COPY, Node, Worker, WorkerRound, local_worker, personal_tensors
 from utils.config.schema import Config
@@ -274,16 +273,11 @@ class WorkerGroup:
         if self.method.capabilities.averages_copies:
             self.refresh()
             if self._weights:
-                sent = self.settling_bytes(len(self))
+                sent = settling_bytes(self.method, self.first_model, len(self))
         elif some_end:
             sent = self._send_the_rest()
         self._weights = []
         return sent
-
-    def settling_bytes(self, workers: int) -> float:
-        """Return the bytes that workers send before a merge, with a method whose rounds are one exchange each."""
-        settles = self.method.capabilities.averages_copies or type(self.method).settle is not Method.settle
-        return PLAIN.reduction_bytes(workers, self.parameter_count, self.dtype) if settles else 0
 
     def _send_the_rest(self) -> int:
         working = [weight for weight in self._weights if weight]

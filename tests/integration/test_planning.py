@@ -80,6 +80,9 @@ def test_a_run_sends_what_is_estimated(method):
         {"nodes_per_gpu": 8, "number_of_initial_trainers": 2, "smallest_worker_batch": 2},
         {"nodes_per_gpu": 7, "number_of_initial_trainers": 5, "merge_count": 3, "merge_frequency": 1},
         {"nodes_per_gpu": 3, "number_of_initial_trainers": 5, "merge_frequency": 1},
+        {"number_of_initial_trainers": 2, "merge_frequency": 1, "distributed_algo": "EagerDiLoCo"},
+        {"number_of_initial_trainers": 2, "merge_frequency": 1, "distributed_algo": "SparseLoCo"}
+        | matrix.PARAMETERS["SparseLoCo"],
     ],
     ids=lambda values: ",".join(values),
 )
