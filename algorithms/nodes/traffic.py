@@ -180,8 +180,8 @@ def rounds_ahead(
     merge_count: int,
     sizes: ExchangeSizes,
     most_workers: float = math.inf,
-) -> Iterator[tuple[tuple[int, ...], list[Exchange]]]:
-    """Yield the workers of each trainer and the exchanges of every future round, without end.
+) -> Iterator[tuple[Sequence[Sequence[int]], list[Exchange]]]:
+    """Yield the nodes of each trainer and the exchanges of every future round, without end.
 
     All trainers are assumed to have equal requests. So the first ones merge, into the first of them.
 
@@ -201,14 +201,14 @@ def rounds_ahead(
         exchanges = [*joining, synchronisation_exchange((count, sizes.round(count, number)) for count in workers)]
         joining = []
         if len(nodes_of) == 1 or number % merge_frequency:
-            yield workers, exchanges
+            yield tuple(nodes_of.values()), exchanges
             continue
         representative, *others = list(nodes_of)[:merge_count]
         own = nodes_of[representative]
         sent = merge_bytes(own, [nodes_of[other] for other in others], sizes.merge)
         sent += sum(map(sizes.settling, workers[:merge_count]))
         exchanges.append(merge_exchange(len(others), len(own), sent))
-        yield workers, exchanges
+        yield tuple(nodes_of.values()), exchanges
         before = {trainer: nodes for trainer, nodes in nodes_of.items() if trainer not in others}
         nodes_of = distribution(before, before)
         new = sum(len(set(nodes_of[trainer]) - set(nodes)) for trainer, nodes in before.items())

@@ -46,7 +46,7 @@ def affordable_rounds(
     budget: Budget,
     used: float,
     computing: float | None,
-    ahead: Iterable[tuple[Sequence[int], Sequence[Exchange]]],
+    ahead: Iterable[tuple[Sequence[Sequence[int]], Sequence[Exchange]]],
     examples: float,
 ) -> tuple[int, float]:
     """Return the rounds that the rest of a budget pays for, at least one, and the part that is missing for them.
@@ -54,7 +54,7 @@ def affordable_rounds(
     Args:
         used: part of the budget.
         computing: seconds that the examples left will take; None: not measured yet.
-        ahead: workers of each trainer and exchanges of every future round, from `rounds_ahead`.
+        ahead: nodes of each trainer and exchanges of every future round, from `rounds_ahead`.
         examples: examples left; every round has at least one.
     """
     left = budget.amount - used
@@ -65,9 +65,9 @@ def affordable_rounds(
     rounds = 0
     spent = 0.0
     last_price = 0.0
-    for workers, exchanges in ahead:
+    for nodes_of_trainers, exchanges in ahead:
         price = sum(budget.cost(exchange) for exchange in exchanges)
-        one_trainer = len(workers) == 1
+        one_trainer = len(nodes_of_trainers) == 1
         if rounds and one_trainer and price == last_price > 0.0:  # all later rounds cost the same
             more = max(0, math.floor((payable - spent) / price + 1e-9))
             rounds += more

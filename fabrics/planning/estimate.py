@@ -17,7 +17,7 @@ over these.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -268,23 +268,26 @@ class _Run:
         if config.number_of_outer_steps is None and most_tokens is None:
             return found
 
+        living = 0
         tokens = 0
-        device_tokens = 0.0  # of the busiest node
+        device_tokens = 0.0  # of the busiest device
         exchanges = []
         sizes = self._exchange_sizes()
         ahead = rounds_ahead(self.trainers, self.nodes, 1, config.merge_frequency, config.merge_count, sizes, workers)
-        for number, (of_trainers, sent) in enumerate(ahead, start=1):
-            request = batch
-            if config.max_requested_batch is None and documents is not None:
-                request = max(config.INITIAL_BATCH_SIZE, min(batch, documents // len(of_trainers)))
-            step_tokens = config.sequence_length * sum(self._step_examples(request, count) for count in of_trainers)
+        for number, (nodes_of_trainers, sent) in enumerate(ahead, start=1):
+            if len(nodes_of_trainers) != living:  # at first, and after a merge
+                living = len(nodes_of_trainers)
+                request = batch
+                if config.max_requested_batch is None and documents is not None:
+                    request = max(config.INITIAL_BATCH_SIZE, min(batch, documents // living))
+                step_tokens, busiest = self._step_tokens(request, nodes_of_trainers)
             steps = config.number_of_inner_steps_between_outers
             if most_tokens is not None:
                 steps = min(steps, math.ceil((most_tokens - tokens) / step_tokens))
             tokens += steps * step_tokens
-            device_tokens += steps * step_tokens / min(self.groups, sum(of_trainers))
+            device_tokens += steps * busiest
             exchanges += sent
-            found["workers"] = max(found["workers"], of_trainers[0])
+            found["workers"] = max(found["workers"], len(nodes_of_trainers[0]))
             if number == config.number_of_outer_steps or (most_tokens is not None and tokens >= most_tokens):
                 break
 
@@ -299,6 +302,17 @@ class _Run:
             rate = self.resources.tflops * 1e12 * config.devices_per_node
             found["compute_seconds"] = device_tokens * token_flops / rate
         return found
+
+    def _step_tokens(self, request: int, nodes_of_trainers: Sequence[Sequence[int]]) -> tuple[int, float]:
+        """Tokens of an inner step of all trainers, and of the busiest device."""
+        total = 0
+        of_devices = [0.0] * self.groups
+        for nodes in nodes_of_trainers:
+            of_trainer = self.config.sequence_length * self._step_examples(request, len(nodes))
+            total += of_trainer
+            for node in nodes:
+                of_devices[node * self.groups // self.nodes] += of_trainer / len(nodes)
+        return total, max(of_devices)
 
     def flops_per_token(self) -> float:
         """FLOPs of training on one token, with all that is computed again."""

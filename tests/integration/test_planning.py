@@ -131,6 +131,20 @@ def test_seconds_are_flops_over_rate_and_bytes_over_bandwidth():
     }  # fmt: skip
 
 
+def test_the_busiest_device_determines_the_seconds():
+    """The first of three devices serves two of four trainers in turn, the first of two both workers of one trainer."""
+    values = STEADY | {"merge_frequency": 9, "INITIAL_BATCH_SIZE": 4}
+
+    def seconds(devices: int, **more) -> float:
+        found = estimated(Resources(tflops=1.0, devices=devices), **(values | more))
+        return found.ranges["compute_seconds"][1] / found.ranges["flops"][1] * 1e12
+
+    assert seconds(3, nodes_per_gpu=1, number_of_initial_trainers=4) == pytest.approx(2 / 4)
+    alone = {"number_of_initial_trainers": 1, "smallest_worker_batch": 2}
+    assert seconds(2, nodes_per_gpu=2, **alone) == pytest.approx(1.0)
+    assert seconds(2, nodes_per_gpu=1, **alone) == pytest.approx(1 / 2)
+
+
 def test_memory_by_hand():
     found = estimated(**ALONE, max_batch_size=2, INITIAL_BATCH_SIZE=2)
     flat = 4 * found.parameters

@@ -72,7 +72,8 @@ def test_future_exchanges_by_hand():
     """Four trainers on eight nodes: merged to two after round 2 and to one after round 4."""
     rounds = rounds_ahead(4, 8, 1, merge_frequency=2, merge_count=3, sizes=SIZES)
     found = [next(rounds) for _ in range(5)]
-    assert [shares for shares, _ in found] == [(2,) * 4, (2,) * 4, (4, 4), (4, 4), (8,)]
+    assert [nodes for nodes, _ in found[1:3]] == [((0, 1), (2, 3), (4, 5), (6, 7)), ((0, 1, 2, 3), (6, 7, 4, 5))]
+    assert [nodes for nodes, _ in found[3:]] == [found[2][0], (tuple(range(8)),)]
     assert found[0][1] == [Exchange(4, 400, 50.0)]
     # Two others to the representative's first node, and the average to its second one.
     assert found[1][1] == [Exchange(4, 400, 50.0), Exchange(1, 210, 210.0)]
