@@ -66,10 +66,7 @@ def draw_comparison(runs: Sequence[RunData]) -> Figure:
     for place, (metric, x) in zip(axes, panels, strict=True):
         for index, (run, name) in enumerate(zip(runs, _names(runs), strict=True)):
             if run.metric.name == metric:
-                usage, values = run.best_metrics(x)
-                if x == "wall_seconds":
-                    usage = usage - (run.summary.get("startup_seconds") or 0.0)
-                draw_line(place, usage, values, color=colour(index), label=literal(name))
+                draw_line(place, *run.best_metrics(x), color=colour(index), label=literal(name))
         if metric == "perplexity":
             decimal_logarithmic(place)
         usage_label = OVER[x]

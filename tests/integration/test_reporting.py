@@ -262,15 +262,22 @@ def test_several_runs_are_drawn_on_common_axes(folder, run, tmp_path, capsys, no
     for axes, x in zip(figure.axes, columns, strict=True):
         for index, each in enumerate(runs):
             usage, metric = each.best_metrics(x)
-            if x == "wall_seconds":
-                usage -= each.summary["startup_seconds"]
-                assert usage.min() > 0
+            assert x != "wall_seconds" or usage.min() > 0
             drawn = axes.lines[index].get_data()
             assert dict(zip(*drawn, strict=True)) == dict(zip(usage, metric, strict=True))
     best = run.best_metrics("communications")[1].tolist()
     assert best == [
         min(row["validation_metric"] for row in run.rounds if row["outer_step"] == step) for step in range(1, 6)
     ]
+
+
+def test_the_start_up_of_a_resume_counts_from_its_first_round(run):
+    (invocation,) = run.summary["invocations"]
+    assert invocation["startup_seconds"] == run.summary["startup_seconds"]
+    begun = invocation | {"startup_seconds": 2.0}
+    resumed = with_summary(run, invocations=[begun, begun | {"first_round": 4, "startup_seconds": 5.0}])
+    wall = [rows["wall_seconds"][0] for rows in run.by_round.values()]
+    assert np.allclose(resumed.best_metrics("wall_seconds")[0], np.array(wall) - [2.0, 2.0, 2.0, 5.0, 5.0])
 
 
 def test_runs_with_different_metrics_or_without_a_round_are_compared(run, tmp_path, no_pixels):

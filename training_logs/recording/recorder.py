@@ -167,6 +167,7 @@ class RunRecorder(Observer):
             self._initial_metric = sum(evaluation.metric for evaluation in initial.values()) / len(initial)
         evaluating = run.counters.evaluation_seconds if initial else 0.0
         self._startup_seconds += time.perf_counter() - self._program_started - evaluating
+        self._invocations.entries[-1]["startup_seconds"] = self._startup_seconds
         self._save_summary(self._summary(run, {}, "running"))
         for name in dict.fromkeys(self.config.trackers):
             if name == "clearml" and self._clearml != "online":

@@ -118,7 +118,8 @@ class RunData:
         """Return a column of the round log and the best validation metric of the living trainers, by evaluated round.
 
         A round's metric is measured before its merge, so the merge is not counted yet. Rounds with one worker do not
-        communicate. Of several rounds with the same value of the column, the last counts.
+        communicate. Of several rounds with the same value of the column, the last counts. Seconds are those after the
+        start-ups.
         """
         bytes_before = 0.0
         found = {}
@@ -128,11 +129,20 @@ class RunData:
                 spent -= 1
             elif x == "bytes_communicated":
                 spent -= float(rows["bytes_merged"][0]) - bytes_before
+            elif x == "wall_seconds":
+                spent -= self._startup_seconds(step)
             bytes_before = float(rows["bytes_merged"][0])
             metrics = rows["validation_metric"][np.isfinite(rows["validation_metric"])]
             if len(metrics):
                 found[spent] = float(self.metric.best(metrics))
         return np.array(list(found)), np.array(list(found.values()))
+
+    def _startup_seconds(self, step: int) -> float:
+        """Seconds of the start-ups before a round; of all in a folder whose invocations do not have them."""
+        of_run = self.summary.get("startup_seconds") or 0.0
+        invocations = self.summary.get("invocations", ())
+        before = [entry.get("startup_seconds", of_run) for entry in invocations if entry["first_round"] <= step]
+        return before[-1] if before else of_run
 
     @cached_property
     def exchanges(self) -> dict[tuple[int, int], list[Event]]:
