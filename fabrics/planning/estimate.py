@@ -1,13 +1,14 @@
 """Estimate the memory, traffic and time of a run from formulas. Nothing is trained and no data are read.
 
-Memory of a device, for P bytes of trainable parameters, N devices per node, t trainers and w workers on the device:
+Memory of a device, for P bytes of trainable parameters, N devices per node, p processes with t trainers and w workers
+on the device:
 
-    P / N * (2                                parameters and gradients of the working model
+    P / N * (2 * p                            parameters and gradients of the working models
              + inner optimizer's * w          2 for AdamW
              + (1 + method's) * t             parameters of each trainer and the method's state, e.g. a velocity
              + method's and encoding's * w    e.g. an error feedback
              + tensors of a round)            see `fabrics.pool.max_batch.round_tensors`
-    + activations and logits of the largest micro-batch, see `activation_bytes`
+    + for every process activations and logits of the largest micro-batch, see `activation_bytes`
     + with autocast the copies of linear layers, see `cast_bytes`
     + for N > 1 the layers that a device holds whole at a time, see `gathered_elements`
 
@@ -144,7 +145,9 @@ class _Run:
         self.workers = self.workers_of(config.INITIAL_BATCH_SIZE)  # of each trainer in the first round
         # Of the busiest device. Its nodes may all have other trainers once the batches differ.
         self.workers_here = -(-max(self.nodes, self.trainers) // self.groups)
-        self.trainers_here = min(self.trainers, self.workers_here)
+        self.processes_here = 1
+        if config.processes != "auto" and size == 1:
+            self.processes_here = -(-config.processes // self.groups)
 
         module, assumed = meta_model(config)
         if config.activation_checkpointing:
@@ -174,32 +177,37 @@ class _Run:
         config = self.config
         size = config.devices_per_node
         workers = self.workers_here
-        owners = self.trainers_here if self.method.capabilities.exchanges_gradients else workers
+        processes = self.processes_here
+        workers_each = -(-workers // processes)
+        trainers = processes * min(self.trainers, workers_each)
+        owners = trainers if self.method.capabilities.exchanges_gradients else workers
         moments = owners * self.moment_bytes
-        outer = self.trainers_here * self.trainer_bytes
-        in_round = round(self.flat_bytes * round_tensors(config, workers, self.groups > 1, self.nodes - workers))
+        outer = trainers * self.trainer_bytes
+        several = processes * self.groups > 1
+        tensors = round_tensors(config, workers_each, several, self.nodes - workers_each)
+        in_round = round(processes * self.flat_bytes * tensors)
         host = 0
         # PyTorch's pinned memory comes in powers of two.
         pinned = 1 << (self.flat_bytes // size - 1).bit_length()
         if config.offload_moments and not self.on_host:
             host += pinned * round(moments / self.flat_bytes)
-            moments = self.moment_bytes
+            moments = processes * self.moment_bytes
         if config.offload_outer_state and not self.on_host:
-            host += pinned * (outer // self.flat_bytes + 1)
+            host += pinned * (outer // self.flat_bytes + processes)
             outer = 0
-            in_round -= self.flat_bytes
+            in_round -= processes * self.flat_bytes
         module = self.model.module
         frozen = sum(p.numel() * p.element_size() for p in module.parameters() if not p.requires_grad)
         gathered = gathered_elements(module) * self.model.parameters.element_size() if size > 1 else 0
         parts = {
-            "parameters of the working model": (self.flat_bytes + frozen) // size,
-            "its gradients": self.flat_bytes // size,
+            "parameters of the working model": processes * (self.flat_bytes + frozen) // size,
+            "its gradients": processes * self.flat_bytes // size,
             "state of the inner optimizer": moments // size,
             "parameters of the trainers and the method's state": outer // size,
             "state of the method and the encoding per worker": workers * self.worker_bytes // size,
             "sums of a round": in_round // size,
             "layers that are whole at a time": gathered,
-            "copies of weights for autocast": cast_bytes(config, module),
+            "copies of weights for autocast": processes * cast_bytes(config, module),
             "activations and logits": activations,
         }
         return parts, host
@@ -216,7 +224,7 @@ class _Run:
         if example is None:
             self.assumptions.append("activations: not counted, as the model's config names no hidden_size")
             return micro_batch or 1, 0
-        kept, logits = example
+        kept, logits = (self.processes_here * size_each for size_each in example)
         if config.max_batch_size is None and room is not None:
             parts, _ = self.memory(activations=0)
             fitting = max(1, size * int((room - sum(parts.values())) // (kept + logits)))
@@ -354,6 +362,8 @@ def _assumptions(run: _Run, adapts: bool, ends: bool) -> Iterator[str]:
         yield "ranges: all trainers have one constant batch, from the least to the largest; a growing one lies between"
     if config.objective == "time":
         yield "objective: time chooses method, workers, batch and inner steps, which is ignored"
+    if run.on_host and config.processes == "auto" and run.nodes > 1:
+        yield "memory: of one process; processes: auto starts one per core, each with its own model and activations"
     if config.smallest_worker_batch is not None:
         yield (
             f"workers: one joins for every {config.smallest_worker_batch} examples of a trainer's batch "

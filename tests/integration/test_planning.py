@@ -174,6 +174,20 @@ def test_memory_by_hand():
     assert found.host_bytes == 0
 
 
+def test_every_process_of_a_device_has_models_and_activations():
+    values = {"number_of_initial_trainers": 1, "nodes_per_gpu": 2, "devices": ["cpu"], "max_batch_size": 2}
+    alone, several = (estimated(**values, processes=count).memory for count in (1, 2))
+    for name in ("parameters of the working model", "its gradients", "activations and logits"):
+        assert several[name] == 2 * alone[name] > 0
+    flat = alone["its gradients"]
+    assert several["state of the inner optimizer"] == alone["state of the inner optimizer"]
+    outer = "parameters of the trainers and the method's state"
+    assert (alone[outer], several[outer]) == (2 * flat, 4 * flat)
+    # In each the sum, and with several the worker's own tensor.
+    assert (alone["sums of a round"], several["sums of a round"]) == (flat, 4 * flat)
+    assert any("memory: of one process" in line for line in estimated(**values).assumptions)
+
+
 def test_autocast_keeps_copies_of_linear_layers_for_the_backward_pass():
     """Bytes that do not grow with the examples, beyond those without autocast; `bytes_on_cpu` doubles bytes."""
     module, examples = tiny_llama(dtype=torch.float32, hidden_size=64), PackedSequences(random_sequences(2))
