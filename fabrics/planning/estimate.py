@@ -13,8 +13,8 @@ on the device:
     + for N > 1 the layers that a device holds whole at a time, see `gathered_elements`
 
 What a batch test will ask for is unknown before the run. So the run is followed with several constant batches, from
-`INITIAL_BATCH_SIZE` in powers of two to the largest that the configuration allows. Every total is given as the range
-over these.
+the least (`INITIAL_BATCH_SIZE`, or that of a schedule) in powers of two to the largest that the configuration allows.
+Every total is given as the range over these.
 """
 
 import math
@@ -240,14 +240,20 @@ class _Run:
 
     # Batches
 
+    def known_batches(self) -> list[int]:
+        """The first requested batch, and those of a schedule."""
+        schedule = batch_schedule(self.config)
+        requests = [self.config.INITIAL_BATCH_SIZE]
+        if schedule is not None:
+            requests += [int(request) for _, request in schedule.pairs]
+        largest = self.config.max_requested_batch or max(requests)
+        return [min(request, largest) for request in requests]
+
     def largest_batch(self) -> int | None:
         """The largest batch of a trainer that the configuration allows; None: unknown before data are read."""
         config = self.config
         if config.sampling_method == "none":
-            schedule = batch_schedule(config)
-            requests = [int(request) for _, request in schedule.pairs] if schedule else []
-            largest = max([config.INITIAL_BATCH_SIZE, *requests])
-            return min(largest, config.max_requested_batch or largest)
+            return max(self.known_batches())
         if config.max_requested_batch is not None:
             return config.max_requested_batch
         if config.data_sample_size is not None:
@@ -403,7 +409,7 @@ def estimate(config: Config, resources: Resources | None = None) -> Estimate:
             f"{most}, and may use {room:,} (padding_percentage {config.padding_percentage}). Set memory: auto, lower "
             f"max_batch_size, eval_batch_size or sequence_length, or raise devices_per_node"
         )
-    batches = [config.INITIAL_BATCH_SIZE]
+    batches = [min(run.known_batches())]
     while largest is not None and 2 * batches[-1] < largest:
         batches.append(2 * batches[-1])
     found = [run.totals(batch) for batch in dict.fromkeys([*batches, largest or batches[0]])]
@@ -411,7 +417,7 @@ def estimate(config: Config, resources: Resources | None = None) -> Estimate:
     for name in found[0]:
         values = [totals[name] for totals in found]
         ranges[name] = (min(values), max(values))
-    ranges["workers"] = (run.workers[-1], ranges["workers"][1])
+    ranges["workers"] = (min(run.workers[-1], ranges["workers"][0]), ranges["workers"][1])
     assumptions = [*run.assumptions, *_assumptions(run, len(found) > 1, "rounds" in ranges)]
     return Estimate(
         parameters=run.model.parameter_count,

@@ -267,6 +267,15 @@ def test_a_batch_grows_to_the_limit_or_to_the_data_of_its_trainer():
     assert estimated(**values).ranges["batch"] == (4, 4)
 
 
+def test_a_schedule_gives_the_least_and_the_largest_batch():
+    """The four nodes of the first half of the run are too many for the second."""
+    values = {"number_of_initial_trainers": 1, "INITIAL_BATCH_SIZE": 16, "smallest_worker_batch": 4}
+    found = estimated(**values, batch_schedule=[[0, 16], [0.5, 4]])
+    assert (found.ranges["batch"], found.ranges["workers"]) == ((4, 16), (1, 4))
+    assert found.ranges["communications"] == (0, 3)
+    assert estimated(**values, batch_schedule=[[0, 16], [0.5, 64]], max_requested_batch=32).ranges["batch"] == (16, 32)
+
+
 # Command
 
 
