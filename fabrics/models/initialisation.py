@@ -105,8 +105,8 @@ def flops_per_token(model: nn.Module, sequence_length: int) -> float:
     """Return the FLOPs of training on one token.
 
     6 for every weight of a linear layer (2 forward, 4 backward, of which 2 for its own gradient, if it is trained), and
-    6 * layers * width * sequence_length for attention: 12 for all pairs of tokens, half of which are masked. A model
-    whose config names no attention heads counts as having none.
+    12 * layers * width * sequence_length for the attention of all pairs of tokens; causal attention masks half of them.
+    A model whose config names no attention heads counts as having none.
     """
     weights = [module.weight for module in model.modules() if isinstance(module, nn.Linear | Conv1D)]
     linear = sum((6.0 if weight.requires_grad else 4.0) * weight.numel() for weight in weights)
@@ -115,7 +115,8 @@ def flops_per_token(model: nn.Module, sequence_length: int) -> float:
     if heads is None:
         return linear
     width = heads * getattr(config, "head_dim", config.hidden_size // heads)
-    return linear + 6.0 * config.num_hidden_layers * width * sequence_length
+    causal = all(getattr(module, "is_causal", True) for module in model.modules())
+    return linear + (6.0 if causal else 12.0) * config.num_hidden_layers * width * sequence_length
 
 
 def recompute_activations(model: nn.Module, model_type: str) -> None:

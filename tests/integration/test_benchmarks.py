@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks.performance import throughput
 from cluster import Cluster
 from fabrics.models.initialisation import flops_per_token
-from tests.support.helpers import make_config, peek, random_sequences, tiny_llama
+from tests.support.helpers import make_config, peek, random_sequences, tiny_bert, tiny_llama
 
 
 def test_the_overhead_is_printed_as_ratios_to_the_bare_loop(cache_dir, capsys):
@@ -32,6 +32,18 @@ def test_model_flops_equal_those_that_pytorch_counts():
     width = model.config.num_attention_heads * (model.config.hidden_size // model.config.num_attention_heads)
     masked = 6 * model.config.num_hidden_layers * width * length
     assert counter.get_total_flops() == pytest.approx(ids.numel() * (flops_per_token(model, length) + masked), rel=1e-6)
+
+
+def test_attention_without_a_causal_mask_is_of_all_pairs():
+    """Bert's last linear layers see one token of a text; they count as if they saw all 12."""
+    model = tiny_bert(dtype=torch.float32)
+    model.config._attn_implementation = "eager"
+    ids = torch.from_numpy(random_sequences(3, 12)).long()
+    with FlopCounterMode(display=False) as counter:
+        model(input_ids=ids).logits.sum().backward()
+    last = model.bert.pooler.dense.weight.numel() + model.classifier.weight.numel()
+    expected = ids.numel() * (flops_per_token(model, 12) - 6 * last) + 3 * 6 * last
+    assert counter.get_total_flops() == pytest.approx(expected, rel=1e-6)
 
 
 def test_the_bare_loop_and_the_inner_steps_train_to_the_same_parameters(cache_dir):
