@@ -11,11 +11,10 @@ Part = Sequence[slice]
 
 @dataclass(frozen=True)
 class Block:
-    """The place of one tensor of the model in flat tensors; zeros may fill a gap before `stop`."""
+    """The place of one tensor of the model in flat tensors; zeros may fill a gap after it."""
 
     name: str
     start: int
-    stop: int
     shape: tuple[int, ...]
 
     @property

@@ -104,7 +104,7 @@ class ShardLayout:
         lengths = [-(-shape[0] // devices) * math.prod(shape[1:]) for shape in shapes.values()]
         offsets, size = flat_offsets(lengths)
         places = tuple(slice(offset, offset + length) for offset, length in zip(offsets, lengths, strict=True))
-        return cls(flat_blocks(shapes, starts, whole_size), whole_size, places, size)
+        return cls(flat_blocks(shapes, starts), whole_size, places, size)
 
     @property
     def lengths(self) -> list[int]:
@@ -350,7 +350,7 @@ class ShardedModel(FlatModel):
         self.parameters = nn.Parameter(flat)
         self.parameters.grad = gradient
         shapes = {name: tuple(shards[parameter].to_local().shape) for name, parameter in trainable.items()}
-        self.blocks = flat_blocks(shapes, [place.start for place in self._layout.places], self._layout.size)
+        self.blocks = flat_blocks(shapes, [place.start for place in self._layout.places])
 
     @torch.no_grad()
     def _update_copies(self) -> None:

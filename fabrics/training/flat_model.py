@@ -36,13 +36,9 @@ def flat_offsets(sizes: Sequence[int]) -> tuple[list[int], int]:
     return offsets, end
 
 
-def flat_blocks(shapes: Mapping[str, tuple[int, ...]], offsets: Sequence[int], size: int) -> tuple[Block, ...]:
-    """Return the blocks of a flat tensor of this size; shapes: of the tensors that start at the offsets, by name."""
-    stops = [*offsets[1:], size]
-    return tuple(
-        Block(name, start, stop, shape)
-        for (name, shape), start, stop in zip(shapes.items(), offsets, stops, strict=True)
-    )
+def flat_blocks(shapes: Mapping[str, tuple[int, ...]], offsets: Sequence[int]) -> tuple[Block, ...]:
+    """Return the blocks of a flat tensor; shapes: of the tensors that start at the offsets, by name."""
+    return tuple(Block(name, start, shape) for (name, shape), start in zip(shapes.items(), offsets, strict=True))
 
 
 class FlatModel:
@@ -106,7 +102,7 @@ class FlatModel:
             parameter.grad = gradient[place].view_as(parameter)
         self.parameters = nn.Parameter(flat)
         self.parameters.grad = gradient
-        self.blocks = flat_blocks({name: tuple(p.shape) for name, p in named.items()}, offsets, size)
+        self.blocks = flat_blocks({name: tuple(p.shape) for name, p in named.items()}, offsets)
 
     @property
     def gradient(self) -> torch.Tensor:

@@ -626,7 +626,7 @@ def test_a_wrong_parameter_is_refused(method, parameters, problem):
 def test_every_fragment_has_a_layer_or_what_is_outside_of_them(outside):
     """Adapters alone are all in layers, and so are the layers of an nn.Sequential."""
     names = (*outside, "layers.0.weight", "layers.1.weight")
-    blocks = [Block(name, 16 * place, 16 * place + 16, (4, 4)) for place, name in enumerate(names)]
+    blocks = [Block(name, 16 * place, (4, 4)) for place, name in enumerate(names)]
     assert layer_fragments(blocks, len(names)) == [[block.slice] for block in blocks]
     config = make_config(distributed_algo="StreamingDiLoCo", synchronisation={"fragments": len(names) + 1})
     with pytest.raises(ConfigError, match=rf"^synchronisation.fragments: must be at most {len(names)}, the layers and"):
