@@ -418,7 +418,7 @@ class Cluster:
             self.scheduler.clock.load_state_dict(state["clock"])
         local_part = self.models.first.local_part
         for trainer, values in living.items():
-            self.trainers[trainer].load_state_dict(values, lambda group, name: local_part(name, read(group, name)))
+            self.trainers[trainer].load_state_dict(values, lambda group, name: local_part(read(group, name)))
 
     def resume(self, checkpoint: Checkpoint) -> None:
         """Restore a checkpoint; problems of newer checkpoints become warnings."""

@@ -439,7 +439,7 @@ class ShardedModel(FlatModel):
 
     # Checkpoints and saved models
 
-    def local_part(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+    def local_part(self, tensor: torch.Tensor) -> torch.Tensor:
         layout = self._layout
         return layout.part(tensor, self.shard_group.index) if tensor.shape == (layout.whole_size,) else tensor
 

@@ -228,8 +228,8 @@ class FlatModel:
         """Return groups of tensors by reference as a checkpoint takes them: as parts of files if devices share them."""
         return {name: dict(tensors) for name, tensors in groups.items()}
 
-    def local_part(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Return this device's part of a tensor as a checkpoint holds it; name: of the tensor in its group."""
+    def local_part(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return this device's part of a tensor as a checkpoint holds it."""
         return tensor
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
