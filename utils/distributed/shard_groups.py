@@ -73,17 +73,15 @@ class ShardGroup:
             dist.all_reduce(staged, operation, group=self._communicator)
         return tensor if staged is tensor else tensor.copy_(staged)
 
+    # For a size above 1 only.
+
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the flat tensors of all devices, of one size, as [size, elements]."""
-        if self.size == 1:
-            return tensor.unsqueeze(0)
         staged = tensor.to(self._device).contiguous()
         gathered = staged.new_empty(self.size * staged.numel())
         with self.explaining():
             all_gather(gathered, staged, group=self._communicator)
         return gathered.view(self.size, -1).to(tensor.device)
-
-    # For a size above 1 only.
 
     def exchange(self, parts: torch.Tensor) -> torch.Tensor:
         """Send each device its part of a flat tensor; return this device's part of all tensors, [size, elements]."""
