@@ -125,11 +125,6 @@ class ShardLayout:
             flat[own] = tensor[theirs]
         return flat
 
-    def gather(self, flat: torch.Tensor, shard_group: ShardGroup) -> Iterator[tuple[Block, torch.Tensor]]:
-        """Yield the tensors whole, one after the other; `flat` is this device's part of them."""
-        for whole, place in zip(self.wholes, self.places, strict=True):
-            yield whole, shard_group.gather(flat[place]).flatten()[: whole.size].view(whole.shape)
-
 
 # Statistics of a shared pass
 
@@ -435,7 +430,8 @@ class ShardedModel(FlatModel):
 
     def gather(self, flat: torch.Tensor) -> Iterator[tuple[Block, torch.Tensor]]:
         """Yield the tensors of a flat tensor whole, one after the other."""
-        return self._layout.gather(flat, self.shard_group)
+        for whole, place in zip(self._layout.wholes, self._layout.places, strict=True):
+            yield whole, self.shard_group.gather(flat[place]).flatten()[: whole.size].view(whole.shape)
 
     # Checkpoints and saved models
 
