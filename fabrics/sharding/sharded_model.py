@@ -352,9 +352,6 @@ class ShardedModel(FlatModel):
         for copy, part in self._copies:
             copy.copy_(part)
 
-    def views(self, flat: torch.Tensor) -> dict[nn.Parameter, torch.Tensor]:
-        raise NotImplementedError("a device of several has parts of parameters only")
-
     # Passes
 
     def logits(self, batch: Mapping[str, torch.Tensor], hooked: bool = False) -> torch.Tensor:
