@@ -17,10 +17,8 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     return f"; did you mean {names[close[0]]}?" if close else ""
 
 
-def byte_size(count: float | None) -> str:
+def byte_size(count: float) -> str:
     """Return bytes with a unit, such as 1.5 MB."""
-    if count is None:
-        return "-"
     value = float(count)
     for unit in ("B", "kB", "MB", "GB"):
         if value < 1000.0:
