@@ -141,6 +141,4 @@ def share_count(config: Config, nodes: int) -> int:
     trainers = config.number_of_initial_trainers
     if config.data_shares is not None or config.data_split_over == "trainers":
         return config.data_shares or trainers
-    if not nodes:
-        raise ConfigError("data_shares: must be given where data are loaded before there are nodes")
     return max(trainers, nodes)

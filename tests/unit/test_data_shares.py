@@ -199,7 +199,6 @@ def test_a_config_that_cannot_work_is_refused(values, problem):
             "data_split: the training documents have 2 labels, too few for 3 shares",
         ),
         ({"data_split": "clusters", "data_shares": 5000}, "data_shares: must be at most the 68 training documents"),
-        ({"data_split_over": "workers"}, "data_shares: must be given where data are loaded before there are nodes"),
         (
             {"data_split_over": "workers", "data_shares": 60},
             "data_split: the documents of share .* of 60 do not fill one example",
