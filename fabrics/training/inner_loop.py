@@ -258,8 +258,6 @@ class InnerLoop:
 
     def record(self, message_lost: bool = False) -> WorkerRound:
         assignment = self._assignment
-        if self.left_out is not None:
-            self.vector = None
         losses = self._losses[: self.done].tolist()
         steady = len(losses) > 1
         return WorkerRound(

@@ -117,14 +117,14 @@ def compare_workers(
 
     Args:
         records: of the local workers, by number. Workers that are left out of the round are not compared.
-        vectors: gradient or sketch of each local worker, flat.
+        vectors: gradient or sketch of each local worker, flat, if the measurement asks for one.
     """
     if measurement.compared == "nothing":
         return dict(records)
     parameters = worker_group.shared["parameters"]
     like = parameters if measurement.compared == "gradient" else parameters.new_zeros(SKETCH_SIZE)
     incoming = worker_group.mean(like)
-    present = [index for index, record in sorted(records.items()) if not record.left_out and vectors[index] is not None]
+    present = [index for index, record in sorted(records.items()) if not record.left_out]
     for index in present:
         incoming.add(index, PLAIN.encode(vectors[index]))
     mean, _ = incoming.result()
