@@ -146,14 +146,13 @@ def samples_for_test(
     if config.compares_workers:
         if len(moments) > 1:
             return [across_workers_estimate(moments, [worker.plan.effective_batch for worker in present])], None, None
-        warning = "across_workers needs two workers: a trainer with one leaves its batch as it is"
-        return [], None, warning if present else None
+        return [], None, "across_workers needs two workers: a trainer with one leaves its batch as it is"
     between = None
     if len(moments) >= MINIMUM_WORKERS:
         # A sketch is that of the worker's largest sample, or of its only example.
         batches = [max((sample.examples for sample in worker.samples), default=1) for worker in present]
         between = across_workers_estimate(moments, batches)
     samples = [sample for worker in present for sample in worker.samples]
-    if config.compares_devices and present and not samples:
+    if config.compares_devices and not samples:
         return samples, between, "across_devices needs two examples of a step in a worker, and no worker had them"
     return samples, between, None
