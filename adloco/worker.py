@@ -543,9 +543,8 @@ class Worker:
         own = WorkerRound(self.index, current.plan, [], [], current.samples, 0.0, self._config.max_batch_size)
         measurement = current.measurement
         compared = compare_workers(self._group_links(), measurement, {self.index: own}, {self.index: current.vector})
-        if measurement.compared != "nothing" and self.workers > 1:
-            sent = measurement.sent_bytes(self.workers, self._model.parameter_count, self._model.parameters.dtype)
-            self.bytes_communicated += sent
+        sent = measurement.sent_bytes(self.workers, self._model.parameter_count, self._model.parameters.dtype)
+        self.bytes_communicated += sent
         records = dict(enumerate(self._gather(compared[self.index])))
         samples, between, warning = samples_for_test(self._config, records)
         largest = self._config.max_requested_batch or self._examples
