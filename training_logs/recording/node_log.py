@@ -23,7 +23,7 @@ class NodeLog:
         self.csv = CsvLog(folder / "node_log.csv", state and state["log"])
         self._config = config
         self._clock: RunClock | None = None
-        if state and state["clock"]:
+        if state:
             self._clock = self._new_clock(len(state["clock"]["clocks"]["ready"]))
             self._clock.load_state_dict(state["clock"])
 
@@ -31,7 +31,7 @@ class NodeLog:
         return RunClock(nodes, self._config.node_speeds, self._config.simulated_link)
 
     def state_dict(self) -> dict:
-        return {"log": self.csv.state_dict(), "clock": self._clock and self._clock.state_dict()}
+        return {"log": self.csv.state_dict(), "clock": self._clock.state_dict()}
 
     def summary(self) -> dict[str, float | None]:
         """Return the simulated seconds of the run, and the shares of time in which nodes wait and are idle.

@@ -270,7 +270,7 @@ class RunRecorder(Observer):
             logger.info("%s after %s%s", status, counted(run.counters.outer_steps, "round"), where)
             return
         logger.info(round_log.end_line(summary))
-        if len(run.nodes) > 1 and summary["idle_share"] is not None:
+        if len(run.nodes) > 1:
             joins = None if self.config.objective == "time" else self.config.smallest_worker_batch
             logger.info(round_log.nodes_line(summary, joins))
         if summary["budget"]:
