@@ -76,11 +76,6 @@ def time_of(own_step: int, own_steps: int, inner_steps: int) -> Fraction:
     return Fraction(own_step * inner_steps, own_steps)
 
 
-def made_at(time: int, own_steps: int, inner_steps: int) -> int:
-    """Return the number of its own steps that a worker has made at this time."""
-    return time * own_steps // inner_steps
-
-
 def forget(values: dict[str, float], workers: Collection[int] | None = None) -> None:
     """Drop the values of these workers, or of all: those whose names end with a worker's number."""
     for name in list(values):

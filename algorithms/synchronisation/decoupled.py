@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from algorithms.flat import Block, Part, fragment_problems, layer_fragments, read_part, write_part
-from algorithms.nodes.balance import forget, made_at, time_of
+from algorithms.nodes.balance import forget, time_of
 from algorithms.synchronisation.diloco import diloco_step
 from algorithms.synchronisation.group import Group
 from algorithms.synchronisation.method import Capabilities, Method, require
@@ -193,7 +193,8 @@ def fragment_round(
         return [int(values.get(f"{name}_{fragment}_{worker}", otherwise)) for worker in workers]
 
     def made(worker: int, time: int) -> int:
-        return made_at(time, own_steps[worker], inner_steps)
+        """Return the number of its own steps that a worker has made at this time."""
+        return time * own_steps[worker] // inner_steps
 
     ready = known("ready", first)
     steps = known("steps")  # before the round; negative: those of the round before it sent
