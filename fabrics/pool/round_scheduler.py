@@ -21,7 +21,7 @@ from fabrics.pool.node_pool import NodePool
 from fabrics.training.method_config import round_bytes, settling_bytes
 from fabrics.training.optimizers import learning_rate_schedule
 from fabrics.training.statistics import batch_schedule
-from utils.config.schema import BUDGETS, Config, ConfigError
+from utils.config.schema import BUDGETS, Config
 
 if TYPE_CHECKING:
     from fabrics.training.work_split import WorkSplit
@@ -38,14 +38,6 @@ def budget_of(config: Config) -> Budget | None:
     return Budget(BUDGETS[config.budget], getattr(config, config.budget), config.simulated_link)
 
 
-def check_budget(config: Config, nodes: int) -> None:
-    """Raise ConfigError if a run whose budget sets its rounds never communicates."""
-    if config.budget is not None and nodes == 1 and not config.simulates_time_budget:
-        raise ConfigError(
-            f"{config.budget}: a run on one node never communicates; raise nodes_per_gpu, or use more devices"
-        )
-
-
 class RoundScheduler:
     """Sets the inner steps of every round. All processes decide alike, from counters that are equal in all of them.
 
@@ -53,7 +45,6 @@ class RoundScheduler:
     """
 
     def __init__(self, config: Config, examples: int, pool: NodePool):
-        check_budget(config, len(pool.nodes))
         self._config = config
         self._pool = pool
         self.clock = None

@@ -9,7 +9,6 @@ import torch
 from algorithms.batch.calc_batch import BATCH_TESTS, NEED_INNER_PRODUCTS
 from algorithms.batch.per_example import PerExampleProbe, UnsupportedModuleError
 from fabrics.pool.node_pool import NodePool
-from fabrics.pool.round_scheduler import check_budget
 from fabrics.training.flat_model import FlatModel
 from fabrics.training.method_config import check_state
 from fabrics.training.optimizers import check_inner_optimizer
@@ -33,7 +32,10 @@ def check_model(config: Config, model: FlatModel) -> None:
 def check_nodes(config: Config, devices: Sequence[torch.device]) -> None:
     """Raise ConfigError if these nodes, one per device, do not suit the run, as far as that is known without data."""
     pool = NodePool(devices, config)
-    check_budget(config, len(pool.nodes))
+    if config.budget is not None and len(pool.nodes) == 1 and not config.simulates_time_budget:
+        raise ConfigError(
+            f"{config.budget}: a run on one node never communicates; raise nodes_per_gpu, or use more devices"
+        )
     nodes = pool.working(0.0)
     if config.max_batch_size is None:  # it is measured later
         nodes = [dataclasses.replace(node, max_batch=sys.maxsize) for node in nodes]

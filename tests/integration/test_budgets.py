@@ -25,7 +25,7 @@ from tests.support.helpers import (
 )
 from training_logs.recording.node_log import NodeLog
 from utils.checkpoint.checkpoint import newest_checkpoint
-from utils.config.schema import BUDGETS, ConfigError
+from utils.config.schema import BUDGETS
 
 pytestmark = pytest.mark.long
 
@@ -419,8 +419,3 @@ def test_a_budget_of_seconds_that_is_too_small_is_a_warning_after_the_first_roun
     cluster.train(recorder)
     (warning,) = recorder.warnings
     assert "time_budget: " in warning
-
-
-def test_a_run_on_one_node_refuses_a_budget():
-    with pytest.raises(ConfigError, match="communication_budget: a run on one node"):
-        light_cluster(**budget_settings(1, communication_budget=9), nodes_per_gpu=1)
