@@ -40,8 +40,6 @@ class ClearML(Tracker):
     that it already has. An offline session replaces the one before.
     """
 
-    _task: Any = None
-
     def start(self, config: Mapping[str, Any]) -> None:
         self.store.mkdir(exist_ok=True)
         if self._mode == "offline":
