@@ -59,19 +59,16 @@ class CheckpointPolicy:
 
     def after_round(self) -> None:
         """Write what is due after a round."""
+        if self._checkpoints is None:
+            return
         run = self._run
         every = run.config.save_weights_every
         step = run.counters.outer_steps
         due = every is not None and step % every == 0
         # Models come first: a run that is killed in between repeats the round and writes them again.
-        if due and self._folder is not None:
+        if due:
             run.save_models(self._folder / MODELS_FOLDER / f"round_{step:05d}", self._observer)
         if due or run.finished or self.decision.save or self.decision.stop:
-            self.save_checkpoint()
-
-    def save_checkpoint(self) -> None:
-        if self._checkpoints is not None:
-            run = self._run
             state = {"cluster": run.state_dict(), "observer": self._observer.state_dict()}
             texts = {"config.yaml": dump_config(run.given_config)}
-            self._checkpoints.save(run.counters.outer_steps, run.tensors(), state, texts)
+            self._checkpoints.save(step, run.tensors(), state, texts)
