@@ -87,7 +87,7 @@ def step_rows(result: ClusterRound) -> list[dict]:
     rows = []
     for report in result.reports.values():
         for index, worker in report.workers.items():
-            # A worker whose node failed has learning rates, but no losses.
+            # A worker that was left out at a stop has learning rates for later steps, but no losses.
             for (step, loss), rate in zip(worker.losses_by_step, worker.learning_rates, strict=False):
                 rows.append(
                     {
