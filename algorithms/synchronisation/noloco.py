@@ -58,7 +58,7 @@ class NoLoCo(Method):
         self, workers: int, mean: float, message: float, blocks: Sequence[Block], dtype: torch.dtype
     ) -> float:
         full_groups, rest = divmod(workers, self.group)
-        return 2 * message * (full_groups * self.group * (self.group - 1) + rest * max(0, rest - 1))
+        return 2 * message * (full_groups * self.group * (self.group - 1) + rest * (rest - 1))
 
     def _peers(self, group: Group) -> dict[int, list[int]]:
         groups = draw_groups(len(group.weights), self.group, group.clock.generator())
