@@ -155,7 +155,7 @@ def sample_estimate(whole: Comparison, sum_of_squares: float, part: Comparison |
     Args:
         whole: examples of the sample compared with its mean gradient.
         sum_of_squares: sum of n_i^2 over the sample.
-        part: some of its first examples compared with the mean gradient of these, for P and R.
+        part: some of its first examples, but not all, compared with the mean gradient of these, for P and R.
     """
     b = whole.examples
     squared_norm = whole.squared_true_norm
@@ -164,7 +164,7 @@ def sample_estimate(whole: Comparison, sum_of_squares: float, part: Comparison |
     error = 2.0 * math.sqrt((b - 1) * whole.scatter) / (b - 2) if b > 2 else abs(squared_norm)
     inner_product_variance = math.nan
     overlap = math.nan
-    if part is not None and part.examples < b:
+    if part is not None:
         inner_product_variance = (whole.spread - part.spread) / (b - part.examples)
         overlap = part.spread - (part.examples - 2) * inner_product_variance
     return SampleEstimate(
