@@ -287,5 +287,4 @@ class InnerLoop:
         device = self.worker.node.device
         torch.default_generator.manual_seed(seed)
         if device.type == "cuda":
-            index = torch.cuda.current_device() if device.index is None else device.index
-            torch.cuda.default_generators[index].manual_seed(seed)
+            torch.cuda.default_generators[device.index].manual_seed(seed)
