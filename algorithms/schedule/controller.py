@@ -112,7 +112,7 @@ def remaining_worth(situation: Situation, plan: RoundPlan) -> float:
 def next_plan(situation: Situation) -> RoundPlan:
     """Return the plan of the next round: the one of the largest worth, or the present one if it is nearly as good."""
     present = None
-    if 0 < situation.workers <= len(situation.speeds):
+    if situation.workers:
         present = _plan(situation, situation.workers, situation.batch)
         if situation.decays:
             return present
