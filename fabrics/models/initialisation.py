@@ -3,7 +3,7 @@
 import os
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -72,8 +72,7 @@ def _stand_in(config: Config, settings: dict) -> tuple[PreTrainedTokenizerBase, 
     family = MODELS[config.model_type]
     few = train_tokenizer([END_OF_TEXT], _FEW_TOKENS, family.task)
     name = settings.get("preset") or settings.get("name") or "demo"
-    presets: Mapping[str, Mapping] = getattr(family, "presets", {})
-    if "vocab_size" in settings or "vocab_size" in presets.get(name, {"vocab_size": None}):
+    if "vocab_size" in settings or "vocab_size" in family.presets.get(name, {"vocab_size": None}):
         return few, False
     if (named := named_tokenizer(config)) is not None:
         return named, False
