@@ -475,7 +475,6 @@ class Worker:
         dtype = torch.bfloat16 if encoding is BFLOAT16 else self._model.parameters.dtype
         group = Group(
             workers=self._group_links(),
-            model=self._model,
             shared=self._shared,
             values=self._values,
             weights=[1.0 / self.workers] * self.workers,

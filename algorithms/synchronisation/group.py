@@ -119,7 +119,6 @@ class Group:
     def __init__(
         self,
         workers: Any,
-        model: Any,
         shared: dict[str, torch.Tensor],
         values: dict[str, float],
         weights: Sequence[float],
@@ -132,7 +131,7 @@ class Group:
         self.values = values
         self.weights = weights
         self.local_workers: list[LocalWorker] = []
-        self.model = model
+        self.model = workers.first_model
         self.clock = clock
         self.inner = inner
         self.outer = outer

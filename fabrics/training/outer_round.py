@@ -49,7 +49,6 @@ class OuterRound:
         self.lost_messages = draw_lost_messages(config.message_loss, key, split.participants)
         self.group = Group(
             workers=worker_group,
-            model=worker_group.first_model,
             shared=worker_group.shared,
             values=dict(worker_group.values),
             weights=[own / sum(examples) for own in examples],

@@ -288,7 +288,6 @@ class WorkerGroup:
         events: list[Event] = []
         group = Group(
             workers=self,
-            model=self.first_model,
             shared=self._shapes if self.shared is None else self.shared,
             values=self.values,
             weights=[weight / sum(weights) for weight in weights],

@@ -640,7 +640,6 @@ def test_devices_with_parts_of_different_lengths_count_the_bytes_of_all():
         shard_group = SimpleNamespace(size=2, sum=lambda own, rest=15 - length: own.add_(rest))
         group = Group(
             workers=trainer.worker_group,
-            model=SimpleNamespace(parameter_count=999, shard_group=shard_group),
             shared=trainer.shared,
             values={},
             weights=[0.5, 0.5],
@@ -649,6 +648,7 @@ def test_devices_with_parts_of_different_lengths_count_the_bytes_of_all():
             outer=trainer.worker_group.outer,
             events=[],
         )
+        group.model = SimpleNamespace(parameter_count=999, shard_group=shard_group)
         group.pseudo_gradient([slice(0, length)])
         (event,) = group._events
         assert event.sent == 15 * 8  # 2 (M - 1) / M times the elements, in float64
