@@ -62,13 +62,10 @@ def write_config(folder: Path, cache_dir: Path, **values) -> Path:
     return path
 
 
-def start_training(
-    programs: Programs, folder: Path, cache_dir: Path, program: Sequence[str] = ("run.py",), **values
-) -> tuple[Popen, Path]:
+def start_training(programs: Programs, folder: Path, cache_dir: Path) -> tuple[Popen, Path]:
     """Start a run; return its process and its folder as soon as it has logged two rounds."""
-    defaults = PAGE | {"save_weights_every": None, "number_of_outer_steps": 400}
-    config = write_config(folder, cache_dir, **defaults | values)
-    process = programs.start(*program, "--config", config)
+    config = write_config(folder, cache_dir, **PAGE, save_weights_every=None, number_of_outer_steps=400)
+    process = programs.start("run.py", "--config", config)
 
     def two_rounds() -> list[Path]:
         logs = folder.glob("logs/*/model_training_report/training_log.csv")

@@ -277,19 +277,18 @@ def test_locodl(nodes, parameters):
 # Equal to each other
 
 
-def assert_same_bits(first: dict, second: dict, nodes: int = 3, rounds: int = 3, inner_steps: int = 4) -> None:
-    histories = [history_of(trainer_of(nodes, **values), rounds, inner_steps) for values in (first, second)]
+def assert_bits_of_diloco(nodes: int, **values) -> None:
+    histories = [history_of(trainer_of(nodes, **each), 3, 4) for each in ({}, values)]
     assert_same(*histories, tolerance=0)
 
 
 @pytest.mark.parametrize("method", ["EagerDiLoCo", "DelayedNesterov"])
 def test_one_worker_alone_is_diloco(method):
-    assert_same_bits({}, {"distributed_algo": method}, nodes=1)
+    assert_bits_of_diloco(1, distributed_algo=method)
 
 
 def test_streaming_in_one_piece_without_delay_is_diloco():
-    streaming = {"distributed_algo": "StreamingDiLoCo", "synchronisation": {"fragments": 1, "delay": 0}}
-    assert_same_bits({}, streaming)
+    assert_bits_of_diloco(3, distributed_algo="StreamingDiLoCo", synchronisation={"fragments": 1, "delay": 0})
 
 
 # Fragments under way

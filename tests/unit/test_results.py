@@ -13,13 +13,13 @@ from benchmarks.compare.spec import COMPARISONS, ROOT
 RESULTS = ROOT / "docs" / "results"
 
 
-def made_outcome(metric, tokens, method="a", final=None, seed=1):
+def made_outcome(metric, tokens, method="a", seed=1):
     curves = {"metric": metric, "tokens": tokens, "communications": [t / 10 for t in tokens]}
     curves["bytes_communicated"] = [50 * t for t in tokens]
     curves["inner_steps"] = tokens
     return {
         "method": method, "seed": seed, "id": f"{method}{seed}", "completed": True,
-        "final_metric": final or metric[-1], "first_batch": 1, "last_batch": 1, "curves": curves,
+        "final_metric": metric[-1], "first_batch": 1, "last_batch": 1, "curves": curves,
     }  # fmt: skip
 
 
