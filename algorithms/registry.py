@@ -12,10 +12,10 @@ class Registry(dict[str, T]):
     check: raises ValueError if a value is not valid for its name.
     """
 
-    def __init__(self, values: Mapping[str, T] | None = None, check: Callable[[str, T], None] | None = None):
+    def __init__(self, values: Mapping[str, T], check: Callable[[str, T], None] | None = None):
         super().__init__()
         self._check = check
-        self.update(values or {})
+        self.update(values)
 
     def __setitem__(self, name: str, value: T) -> None:
         if name in self:

@@ -21,7 +21,7 @@ def useful_workers(request: int, smallest_batch: int, present: int) -> int:
 
 
 def node_counts(
-    requests: Mapping[int, int], nodes: int, present: Mapping[int, int], smallest_batch: int | None = None
+    requests: Mapping[int, int], nodes: int, present: Mapping[int, int], smallest_batch: int | None
 ) -> dict[int, int]:
     """The number of nodes of every trainer: at least one, and otherwise in proportion to its request.
 

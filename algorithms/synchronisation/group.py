@@ -87,7 +87,7 @@ class Inner:
 
     weight_decay: float
     update: Callable[[torch.Tensor], None]
-    learning_rate: float = 0.0
+    learning_rate: float
 
 
 @dataclass(frozen=True)

@@ -166,7 +166,7 @@ def _scaled(metric: Sequence[float], sign: int) -> np.ndarray:
     return np.log(metric) if sign > 0 else np.asarray(metric)
 
 
-def first_reached(run: Mapping[str, Any], target: float, sign: int = 1) -> int | None:
+def first_reached(run: Mapping[str, Any], target: float, sign: int) -> int | None:
     """Return the number of the first evaluation, from 0, whose metric reaches the target; None if none does."""
     reached = np.flatnonzero(sign * (np.asarray(run["curves"]["metric"]) - target) <= 0)
     return int(reached[0]) if len(reached) else None

@@ -184,7 +184,7 @@ def initial_parameters(config: Config, data: TaskData, trainer: int, first: Flat
     return first.flatten(initial_model(config, data, trainer))
 
 
-def initial_cursors(config: Config, examples: int, sizes: Sequence[int] | None = None) -> list[DataCursor]:
+def initial_cursors(config: Config, examples: int, sizes: Sequence[int] | None) -> list[DataCursor]:
     """Return each trainer's cursor at the beginning of its examples; sizes: of the shares; None: they are not split."""
     trainers = config.number_of_initial_trainers
     seed = config.training_seed

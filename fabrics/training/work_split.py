@@ -97,7 +97,7 @@ class WorkSplit:
         participants: Sequence[int],
         readings: Sequence[Reading],
         examples: Examples,
-        active_steps_of: ActiveSteps | None = None,
+        active_steps_of: ActiveSteps | None,
     ):
         self._config = config
         self._worker_count = len(nodes)

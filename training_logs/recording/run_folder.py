@@ -92,7 +92,7 @@ def start_logging(is_main: bool = True) -> logging.handlers.MemoryHandler:
     return kept
 
 
-def check_logs(config: Config, anew: bool = True) -> None:
+def check_logs(config: Config, anew: bool) -> None:
     """Raise ConfigError if the run folder or the dashboard cannot be used; nothing is written.
 
     anew: whether a run folder of this name must not exist.

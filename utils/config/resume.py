@@ -64,7 +64,7 @@ def resumed_config(
     folder: Path,
     overrides: Sequence[str],
     force: bool,
-    checks: Checks | None = None,
+    checks: Checks,
     given: str | Path | Mapping | Config | None = None,
 ) -> tuple[Config, list[str]]:
     """Return the configuration with which a run continues, with overrides, and warnings.
