@@ -2,6 +2,7 @@
 
 import dataclasses
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 import torch
@@ -124,6 +125,9 @@ def test_overrides_leave_the_given_mapping_as_it_is():
     given = {"number_of_outer_steps": 1, "synchronisation": {}}
     config, _ = parse_config(given, ["synchronisation.fragments=2"])
     assert (config.synchronisation, given["synchronisation"]) == ({"fragments": 2}, {})
+    given["synchronisation"] = MappingProxyType({"overlap": 1})  # cannot be copied by copy.deepcopy
+    config, _ = parse_config(given, ["synchronisation.fragments=2"])
+    assert config.synchronisation == {"overlap": 1, "fragments": 2}
 
 
 def test_all_problems_are_reported_at_once_one_line_each():

@@ -4,7 +4,6 @@ All problems are reported at once, one line each, with the nearest known key. Th
 understood.
 """
 
-import copy
 import dataclasses
 import functools
 import re
@@ -156,7 +155,7 @@ def parse_config(raw: Mapping, overrides: Sequence[str] = (), checks: Checks | N
     """
     problems: list[str] = []
     warnings: list[str] = []
-    values = copy.deepcopy(_with_known_names(raw, problems))  # overrides must not change the caller's mappings
+    values = _with_known_names(raw, problems)
     if "model_config" in values:
         values["model_config"] = _repaired_model_config(values["model_config"], warnings)
     for assignment in overrides:
@@ -244,10 +243,11 @@ def _override(values: dict[str, Any], assignment: str, problems: list[str]) -> N
         values.setdefault("model_config", dict(Config().model_config))
     inner = values
     for depth, name in enumerate(path[:-1]):
-        inner = inner.setdefault(name, {})
-        if not isinstance(inner, dict):
+        given = inner.get(name, {})
+        if not isinstance(given, Mapping):
             problems.append(f"{key}: {'.'.join(path[: depth + 1])} is not a mapping")
             return
+        inner[name] = inner = dict(given)  # the caller's own mapping stays as it is
     inner[path[-1]] = value
 
 
