@@ -293,7 +293,7 @@ class _Run:
                 living = len(nodes_of_trainers)
                 request = batch
                 if config.max_requested_batch is None and documents is not None:
-                    request = max(config.INITIAL_BATCH_SIZE, min(batch, documents // living))
+                    request = min(batch, max(config.INITIAL_BATCH_SIZE, documents // living))
                 step_tokens, busiest = self._step_tokens(request, nodes_of_trainers)
             steps = config.number_of_inner_steps_between_outers
             if most_tokens is not None:

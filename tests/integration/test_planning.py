@@ -273,6 +273,8 @@ def test_a_schedule_gives_the_least_and_the_largest_batch():
     found = estimated(**values, batch_schedule=[[0, 16], [0.5, 4]])
     assert (found.ranges["batch"], found.ranges["workers"]) == ((4, 16), (1, 4))
     assert found.ranges["communications"] == (0, 3)
+    of_known_data = estimated(**values, batch_schedule=[[0, 16], [0.5, 4]], data_sample_size=1000)
+    assert of_known_data.ranges["tokens"] == found.ranges["tokens"]
     assert estimated(**values, batch_schedule=[[0, 16], [0.5, 64]], max_requested_batch=32).ranges["batch"] == (16, 32)
 
 
