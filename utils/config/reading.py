@@ -247,7 +247,8 @@ def _override(values: dict[str, Any], assignment: str, problems: list[str]) -> N
         if not isinstance(given, Mapping):
             problems.append(f"{key}: {'.'.join(path[: depth + 1])} is not a mapping")
             return
-        inner[name] = inner = dict(given)  # the caller's own mapping stays as it is
+        inner[name] = dict(given)  # the caller's own mapping stays as it is
+        inner = inner[name]
     inner[path[-1]] = value
 
 
