@@ -39,7 +39,7 @@ class FDA(Method):
         threshold: of the variance; None: calibrated.
         monitor: the estimate.
         check_every: inner steps between two checks.
-        max_inner_steps: the most inner steps between two synchronisations; None: no limit.
+        max_inner_steps: the most inner steps between two synchronisations after the calibration; None: no limit.
     """
 
     threshold: float | None = None
