@@ -1,8 +1,7 @@
 """Errors of devices and models, turned into errors that say what to do.
 
 A CUDA error breaks the context of the whole process, in which every later call fails. So the process ends and tells
-the others, which end too.
-The run resumes from its last checkpoint, by itself under torchrun --max-restarts.
+the others, which end too. The run resumes from its last checkpoint, by itself under torchrun --max-restarts.
 """
 
 import contextlib

@@ -237,8 +237,9 @@ def _override(values: dict[str, Any], assignment: str, problems: list[str]) -> N
         return
     first, *rest = key.split(".")
     path = [ALIASES.get(first, first), *rest]
-    if not rest and path[0] in FIELDS and isinstance(_convert({path[0]: value}, []).get(path[0]), str):
-        value = text.strip() if isinstance(value, int | float) else value  # run_name=2024_01_15 is no number
+    takes_text = not rest and path[0] in FIELDS and isinstance(_convert({path[0]: value}, []).get(path[0]), str)
+    if takes_text and isinstance(value, int | float):
+        value = text.strip()  # run_name=2024_01_15 is no number
     if rest and path[0] == "model_config":
         values.setdefault("model_config", dict(Config().model_config))
     inner = values
