@@ -125,7 +125,7 @@ class DelayedNesterov(Method):
             buffer.add_(arrived[index][0])
             waiting += 1
             if waiting >= size:
-                velocity.mul_(momentum).add_(buffer, alpha=1 / size)
+                velocity.mul_(momentum).add_(buffer, alpha=1 / waiting)  # more than K if K has fallen
                 parameters.add_(velocity, alpha=-lr * momentum)
                 buffer.zero_()
                 waiting = 0

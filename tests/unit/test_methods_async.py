@@ -287,3 +287,16 @@ def test_a_worker_that_replaces_another_begins_a_leg():
     assert not torch.equal(trainer.workers[2].state[COPY], start)
     values = trainer.worker_group.values
     assert [values[f"begun_{worker}"] for worker in range(4)] == [4, 4, 1, 1]
+
+
+def test_momentum_takes_the_mean_of_all_that_wait_when_workers_have_left():
+    trainer = of_speeds("DelayedNesterov", {"steps": 5}, [1.0, 0.75, 0.5, 0.5])
+    train(trainer, 3, H)
+    trainer.assign_nodes(trainer.nodes[:2])
+    assert trainer.worker_group.values == {"waiting": 3}
+    before = {name: tensor.clone() for name, tensor in trainer.shared.items()}
+    train(trainer, 1, 5)  # one worker arrives: the fourth, of a buffer that now has two
+    velocity = trainer.shared["velocity"]
+    moved = before["parameters"] - trainer.parameters - 0.7 * 0.9 * velocity  # 0.7 g / 2
+    mean = (before["buffer"] + moved * 2 / 0.7) / 4
+    torch.testing.assert_close(velocity, 0.9 * before["velocity"] + mean, rtol=0, atol=1e-12)
