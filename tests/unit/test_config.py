@@ -187,6 +187,12 @@ SPEEDS = TOKENS | {"node_speeds": [1, 1, 0.5, 0.25]}
         (FIXED | {"batch_schedule": [[0.5]]}, ["batch_schedule"]),
         (FIXED | {"batch_schedule": "0:8 1M:16"}, ["batch_schedule"]),
         (FIXED | {"batch_schedule": "0:8 1M:16", "max_tokens": 10**7, "number_of_outer_steps": 9}, ["batch_schedule"]),
+        (
+            FIXED
+            | {"batch_schedule": "0:8 1M:16", "max_tokens": 10**7, "number_of_outer_steps": None}
+            | {"time_budget": 60, "node_speeds": [1, 1, 1, 1]},
+            ["batch_schedule"],
+        ),
         (FIXED | {"batch_schedule": "sesaw", "max_tokens": 10**6, "number_of_outer_steps": None}, ["batch_schedule"]),
         (FIXED | {"batch_schedule": "1M:16", "max_tokens": 10**6, "number_of_outer_steps": None}, ["batch_schedule"]),
         (FIXED | {"batch_schedule": "seesaw"}, ["batch_schedule"]),

@@ -488,7 +488,8 @@ class Batch(Section):
             return found
         pairs = self.batch_schedule
         if isinstance(pairs, str):
-            if self.max_tokens is None or self.number_of_outer_steps or self.number_of_training_epochs:
+            others = (self.number_of_outer_steps, self.number_of_training_epochs, self.simulates_time_budget)
+            if self.max_tokens is None or any(others):
                 found.append("batch_schedule: thresholds in tokens need max_tokens as the only limit of the run")
                 return found
             try:
