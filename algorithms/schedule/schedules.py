@@ -4,6 +4,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 
 from algorithms.schedule.limits import RoundSchedule
 
@@ -91,7 +92,7 @@ def eta_during(eta: float, eta_at_end: float | None, progress: float) -> float:
 NAMED_SCHEDULES = ("seesaw", "critical_batch")
 
 _THRESHOLD = re.compile(r"(\d+(?:\.\d+)?)([kMB]?):(\d+)")
-_UNITS = {"": 1.0, "k": 1e3, "M": 1e6, "B": 1e9}
+_UNITS = {"": 1, "k": 10**3, "M": 10**6, "B": 10**9}
 # A schedule that ends at zero halves without end; the 10th halving of a cosine is in the last 2% of the run.
 _MOST_DOUBLINGS = 10
 # Where the published run doubles: at 168 and 503 of 658 billion tokens. The tokens are quoted from a summary; the total
@@ -137,7 +138,8 @@ def token_thresholds(text: str, run_tokens: int) -> list[tuple[float, float]]:
         if match is None:
             raise ValueError(f"{part!r} is no TOKENS:BATCH")
         number, unit, batch = match.groups()
-        pairs.append((float(number) * _UNITS[unit] / run_tokens, float(batch)))
+        share = Fraction(number) * _UNITS[unit] / run_tokens  # exact, to equal the progress of a round that ends there
+        pairs.append((float(share), float(batch)))
     return pairs
 
 

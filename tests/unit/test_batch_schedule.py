@@ -17,6 +17,8 @@ def test_a_schedule_sets_the_request():
 def test_thresholds_in_tokens_become_shares_of_the_run():
     assert token_thresholds("0:16 500k:32 1M:64", 2_000_000) == [(0.0, 16.0), (0.25, 32.0), (0.5, 64.0)]
     assert token_thresholds("0:768 1.5B:1536", 6_000_000_000) == [(0.0, 768.0), (0.25, 1536.0)]
+    ((_, _), (share, _)) = token_thresholds("0:16 16.1k:32", 30_000)
+    assert share == 16_100 / 30_000  # 16.1 * 1e3 is a little more
     for bad in ("16", "0:16,1M:32", "1m:32", "-1:16", "1M:6.5"):
         with pytest.raises(ValueError, match="TOKENS:BATCH"):
             token_thresholds(bad, 2_000_000)
