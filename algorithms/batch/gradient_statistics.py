@@ -320,8 +320,9 @@ def across_workers_estimate(moments: Sequence[GradientMoments], batches: Sequenc
 
     With B the sum of the batches b_m and g = sum b_m g_m / B the mean gradient of all examples,
     V = sum b_m ||g_m - g||^2 / (M - 1), in the unit of one example whatever the batches. The squared norm is the mean
-    of the products of two examples of different workers, (||B g||^2 - sum ||b_m g_m||^2) / (B^2 - sum b_m^2). P is that
-    of the B examples' mean gradient, R / B included: one size of sample cannot tell them apart.
+    of the products of two examples of different workers, (||B g||^2 - sum ||b_m g_m||^2) / (B^2 - sum b_m^2). One size
+    of sample cannot tell P and R apart: with equal batches P is P + (R / B) M / (M - 2), as a worker is compared with
+    the others.
     """
     workers = len(moments)
     total = sum(batches)

@@ -99,6 +99,13 @@ def test_workers_with_different_batches_estimate_the_variance_of_one_example(bat
     assert (found[0].examples, found[0].pairs) == (total, total**2 - sum(b * b for b in batches))
 
 
+@pytest.mark.parametrize("batches", [(2, 2, 2), (1, 1, 1, 1, 1)])
+def test_between_workers_the_inner_product_variance_has_the_overlap_in_it(batches):
+    workers, total = len(batches), sum(batches)
+    found = [across(gradients, batches).inner_product_variance for gradients in samples(total)]
+    assert np.mean(found) == pytest.approx(INNER + OVERLAP / total * workers / (workers - 2), rel=1e-12)
+
+
 @pytest.mark.parametrize("batches", [(1, 1), (2, 2, 2), (1, 1, 1, 1, 1)])
 def test_the_error_between_workers_is_at_least_the_variance(batches):
     found = [across(gradients, batches) for gradients in samples(sum(batches))]
