@@ -188,7 +188,7 @@ class BatchControl:
 
     def __init__(self, settings: BatchControlSettings, initial_request: int):
         self._settings = settings
-        self._initial_request = initial_request
+        self._first_batch: int | None = None  # effective, of the first round
         self._test = BATCH_TESTS[settings.test]
         self.requested_batch = initial_request
         self._sums = StatisticsSums()
@@ -209,10 +209,15 @@ class BatchControl:
         """Return whether this round, counted from 1, takes gradient statistics."""
         return self._test is not None and round_number >= self._settings.first_round
 
-    def learning_rate_factor(self, progress: float) -> float:
-        """Return the factor of the learning rate that the schedule asks for in a round that begins at this progress."""
+    def learning_rate_factor(self, progress: float, effective_batch: int) -> float:
+        """Return the factor of the learning rate that the schedule asks for in a round that begins at this progress.
+
+        It follows the batch that is run, which a switch mode may keep below the request.
+        """
         schedule = self._settings.schedule
-        return 1.0 if schedule is None else schedule.rate_factor(progress, self.requested_batch / self._initial_request)
+        if schedule is None:
+            return 1.0
+        return schedule.rate_factor(progress, effective_batch / (self._first_batch or effective_batch))
 
     def conclude(
         self,
@@ -236,6 +241,7 @@ class BatchControl:
             TypeError: the test returned something else than a number or None.
         """
         settings = self._settings
+        self._first_batch = self._first_batch or effective_batch
         if settings.schedule is not None:
             scheduled = settings.schedule.request(progress, self.requested_batch)
             self.requested_batch = min(scheduled, largest_request)
@@ -259,9 +265,11 @@ class BatchControl:
     def state_dict(self) -> dict:
         return {
             "requested_batch": self.requested_batch,
+            "first_batch": self._first_batch,
             "statistics": dataclasses.asdict(self._sums),
         }
 
     def load_state_dict(self, state: Mapping) -> None:
         self.requested_batch = state["requested_batch"]
+        self._first_batch = state["first_batch"]
         self._sums = StatisticsSums(**state["statistics"])
