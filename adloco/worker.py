@@ -565,7 +565,7 @@ class Worker:
         Between rounds they are those of the model, unless the method's workers keep replicas of their own.
         """
         flat = self._shared["parameters"]
-        if self._method.capabilities.averages_copies and self.workers > 1:
+        if self._method.capabilities.averages_copies:
             incoming = self._links.mean(flat)
             incoming.add(self.index, PLAIN.encode(self._state[COPY]))
             flat, _ = incoming.result()

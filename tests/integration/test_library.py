@@ -125,6 +125,14 @@ def _trained(loop: Regression, examples: int) -> list:
     return found
 
 
+@pytest.mark.parametrize("method", ["DiLoCo", "EagerDiLoCo", "NoLoCo", "SPARTA", "FDA"])
+def test_the_parameters_of_one_worker_are_those_of_its_model(method):
+    loop = Regression(method=method)
+    loop.train(3)
+    trained = loop.worker.trained_parameters()
+    assert all(torch.equal(trained[name], parameter) for name, parameter in loop.model.named_parameters())
+
+
 @pytest.mark.parametrize("autocast", [False, True])
 def test_one_worker_is_plain_training(autocast):
     """One worker equals a plain loop with a schedule of PyTorch, also in bfloat16."""
