@@ -114,9 +114,12 @@ class FDA(Method):
         if delta is None:
             return
         warms_up = group.inner.learning_rate > group.values["learning_rate"]
-        if self._calibrates(group.values) and not group.lone and not warms_up:
-            self._calibrate(group, torch.sub(point, delta, out=parameters))
-            parameters.copy_(point)
+        if self._calibrates(group.values) and not group.lone:
+            if warms_up:  # a first round of one step shows no rise
+                group.values.update(calibrated=0, weighted=0.0)
+            else:
+                self._calibrate(group, torch.sub(point, delta, out=parameters))
+                parameters.copy_(point)
         parameters.sub_(delta)
         if "direction" in shared:
             distance = group.model.distance(parameters, point).item()

@@ -564,6 +564,14 @@ def test_fda_calibrates_neither_with_one_worker_nor_while_the_learning_rate_warm
     assert trainer.worker_group.values["threshold"] > 1e-3
 
 
+def test_fda_calibrates_after_a_warm_up_in_rounds_of_one_inner_step():
+    trainer = trainer_of(2, distributed_algo="FDA", warmup_steps=2)
+    train(trainer, 2, 1)
+    assert trainer.worker_group.values["calibrated"] == 0
+    train(trainer, 3, 1)
+    assert trainer.worker_group.values["calibrated"] == 3
+
+
 def test_the_linear_estimate_is_never_below_the_variance_and_the_sketch_hardly_ever():
     generator = torch.Generator().manual_seed(1)
     above = 0
