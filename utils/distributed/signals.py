@@ -66,9 +66,9 @@ class StopRequest:
             self._requested_at = time.monotonic()
             if self._speaks:  # without logging, which the signal may have interrupted
                 text = (
-                    f"stopping after this round, with a checkpoint, or after {ROUND_SECONDS:.0f} s in it, without one"
+                    f"stopping after this round, with a checkpoint; if it lasts another {ROUND_SECONDS:.0f} s, within "
+                    f"it, without a new one. Signal again after {_SAME_SECONDS:.0f} s to stop at once"
                 )
-                text = f"{text}; another signal in more than {_SAME_SECONDS:.0f} s stops at once"
                 text = f"{signal.Signals(number).name}: {text}\n"
                 with contextlib.suppress(OSError):  # the terminal may be gone
                     os.write(2, text.encode())
