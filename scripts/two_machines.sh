@@ -7,7 +7,8 @@ set -euo pipefail
 hosts=("$1" "$2")
 shift 2
 folder=$(cd "$(dirname "$0")/.." && pwd)
-arguments=$(printf ' %q' "$@")
+arguments=
+[ $# -eq 0 ] || arguments=$(printf ' %q' "$@") # without arguments printf would add an empty one
 for rank in 0 1; do
     command="cd $(printf %q "$folder") && torchrun --nnodes=2 --node_rank=$rank --nproc_per_node=${PROCESSES:-1} \
 --master_addr=${hosts[0]} --master_port=${PORT:-29500} run.py$arguments"

@@ -63,19 +63,18 @@ def test_a_slurm_job_whose_time_ends_stops_and_is_queued_again(stand_ins):
     assert (result.returncode, result.stdout) == (0, "stopped\nscontrol requeue 42\n")
 
 
-def test_two_machines_get_the_same_command(stand_ins):
+@pytest.mark.parametrize("arguments", [[], ["a b"]])
+def test_two_machines_get_the_same_command(stand_ins, arguments):
     environment = stand_ins(ssh='echo "$2"; bash -c "$3"', torchrun='echo "$(printf "%s|" "$@"; pwd)"') | {
         "PROCESSES": "8"
     }
-    result = command("bash", SCRIPTS / "two_machines.sh", "10.0.0.1", "10.0.0.2", "a b", env=environment)
+    result = command("bash", SCRIPTS / "two_machines.sh", "10.0.0.1", "10.0.0.2", *arguments, env=environment)
     assert result.returncode == 0, result.stderr
     lines = result.stdout.splitlines()
     assert {"10.0.0.1", "10.0.0.2"} <= {*lines}
     for rank in (0, 1):
-        words = (
-            f"--nnodes=2|--node_rank={rank}|--nproc_per_node=8|--master_addr=10.0.0.1|--master_port=29500|run.py|a b|"
-        )
-        assert f"{words}{SCRIPTS.parent}" in lines
+        options = f"--nnodes=2|--node_rank={rank}|--nproc_per_node=8|--master_addr=10.0.0.1|--master_port=29500"
+        assert "|".join([options, "run.py", *arguments, str(SCRIPTS.parent)]) in lines
 
 
 def test_two_machines_fail_together(stand_ins):
