@@ -164,6 +164,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--completion", action="store_true", help="print a script for bash and zsh that completes keys")
     planning.add_options(parser)
     options = parser.parse_intermixed_args(arguments)
+    for name in ("config", "resume"):
+        if getattr(options, name) == "":  # of a shell variable without a value
+            parser.error(f"--{name} must not be empty")
     if options.resume not in (None, "auto") and options.config:
         parser.error("--resume takes the configuration from the run folder; give --config or --resume")
     if options.force and not options.resume:

@@ -282,6 +282,13 @@ def test_overrides_may_stand_before_and_after_options():
     assert program.parse_arguments([]).overrides == []
 
 
+@pytest.mark.parametrize("option", ["--config", "--resume"])
+def test_an_option_without_a_value_starts_no_other_run(option, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        program.parse_arguments([option, ""])
+    assert f"{option} must not be empty" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
