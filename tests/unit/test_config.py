@@ -115,10 +115,13 @@ def test_overrides_win_and_reach_nested_keys():
     }
 
 
-def test_numbers_that_override_a_text_are_taken_as_they_are_written():
-    assert parse_config({}, ["run_name=2024_01_15", "project_name=1.10", "max_tokens=1_000"])[0] == dataclasses.replace(
-        Config(), run_name="2024_01_15", project_name="1.10", max_tokens=1000
-    )
+@pytest.mark.parametrize("name", ["2024_01_15", "2024-01-15", "1.10", "1:30", "007"])
+def test_numbers_and_dates_for_a_text_are_taken_as_they_are_written(name, tmp_path):
+    expected = dataclasses.replace(Config(), run_name=name, project_name=name, max_tokens=1000)
+    texts = {"run_name": name, "project_name": name, "max_tokens": "1_000"}
+    assert parse_config({}, [f"{key}={text}" for key, text in texts.items()])[0] == expected
+    (tmp_path / "config.yaml").write_text("".join(f"{key}: {text}\n" for key, text in texts.items()))
+    assert load_config(tmp_path / "config.yaml")[0] == expected
 
 
 def test_overrides_leave_the_given_mapping_as_it_is():

@@ -5,6 +5,7 @@ understood.
 """
 
 import dataclasses
+import datetime
 import functools
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -53,6 +54,18 @@ _ADAPTERS = {
 }
 
 
+def _takes_text(name: str) -> bool:
+    try:
+        return isinstance(_ADAPTERS[name].validate_python(1), str)
+    except ValidationError:
+        return False
+
+
+# Keys of texts: a number or date is taken as it is written.
+_TEXTS = frozenset(filter(_takes_text, _ADAPTERS))
+_NOT_TEXT = tuple(f"tag:yaml.org,2002:{kind}" for kind in ("int", "float", "timestamp"))
+
+
 # YAML from people, perhaps from strangers: it cannot run code, crash the process or fill its memory
 
 _MOST_LEVELS = 100
@@ -60,15 +73,17 @@ _MOST_CHARACTERS = 10_000_000  # where all aliases are expanded
 
 
 class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # libyaml, if it is there, takes a tenth of the time
-    """Refuses a mapping with a key that is given twice."""
+    """Refuses a mapping with a key that is given twice, and leaves the texts of text keys as they are."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
         seen = set()
-        for key, _ in node.value:
+        for key, value in node.value:
             if isinstance(key, yaml.ScalarNode) and key.value != "<<":
                 if key.value in seen:
                     raise yaml.MarkedYAMLError(problem=f"{key.value} is given twice", problem_mark=key.start_mark)
                 seen.add(key.value)
+                if key.value in _TEXTS and value.tag in _NOT_TEXT:
+                    value.tag = "tag:yaml.org,2002:str"  # run_name: 2024_01_15 is no number
         return super().construct_mapping(node, deep)
 
 
@@ -237,9 +252,8 @@ def _override(values: dict[str, Any], assignment: str, problems: list[str]) -> N
         return
     first, *rest = key.split(".")
     path = [ALIASES.get(first, first), *rest]
-    takes_text = not rest and path[0] in FIELDS and isinstance(_convert({path[0]: value}, []).get(path[0]), str)
-    if takes_text and isinstance(value, int | float):
-        value = text.strip()  # run_name=2024_01_15 is no number
+    if not rest and path[0] in _TEXTS and type(value) in (int, float, datetime.date, datetime.datetime):
+        value = text.strip()  # as in a file
     if rest and path[0] == "model_config":
         values.setdefault("model_config", dict(Config().model_config))
     inner = values
