@@ -35,6 +35,7 @@ from utils.text import did_you_mean, first_line
 OWN_KEYS = frozenset(("preset", "name", "pretrained"))
 _WEIGHTS = "model.safetensors"
 _ARCHITECTURE = "config.json"
+_EXPONENT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
 # Errors of the libraries for architecture values that they do not check beforehand.
 _IMPOSSIBLE_ARCHITECTURE = (
     StrictDataclassError, ValueError, TypeError, RuntimeError, ArithmeticError, LookupError, AttributeError,
@@ -55,7 +56,12 @@ def is_pretrained(settings: Mapping[str, Any]) -> bool:
 
 
 def architecture_values(settings: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in settings.items() if key not in OWN_KEYS}
+    """Return the values of the architecture; a text such as 1e-5, which YAML takes for no number, is one."""
+    return {key: _number(value) for key, value in settings.items() if key not in OWN_KEYS}
+
+
+def _number(value: Any) -> Any:
+    return float(value) if isinstance(value, str) and _EXPONENT.fullmatch(value) else value
 
 
 LLAMA_PRESETS = {
@@ -109,6 +115,14 @@ def _problems(settings: Mapping[str, Any], presets: Collection[str], known: Coll
     problems = []
     pretrained = settings.get("pretrained", False)
     preset = settings.get("preset")
+    texts = {key: settings.get(key) for key in ("preset", "name") if settings.get(key) is not None}
+    for key, value in texts.items():
+        if not isinstance(value, str) or not value:
+            problems.append(f"model_config.{key}: must be a text, got {value!r}")
+    if problems:
+        return problems
+    if "name" in texts and preset in presets:
+        problems.append(f"model_config: give preset or name, got {preset} and {texts['name']}")
     if not isinstance(pretrained, bool):
         problems.append(f"model_config.pretrained: must be true or false, got {pretrained!r}")
     elif pretrained and not settings.get("name"):
@@ -149,7 +163,10 @@ class ModelFamily:
 
     def problems(self, settings: Mapping[str, Any]) -> list[str]:
         known = {key for values in self.presets.values() for key in values}
-        return _problems(settings, self.presets, known, "this model")
+        found = _problems(settings, self.presets, known, "this model")
+        if settings.get("name") and not settings.get("pretrained"):
+            found.append("model_config.name: names weights of this model, which pretrained: true loads")
+        return found
 
     def model(self, settings: Mapping[str, Any], demands: Demands) -> nn.Module:
         """Build a model in float32 on the CPU; ConfigError: it cannot be built."""

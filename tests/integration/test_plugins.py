@@ -335,9 +335,11 @@ def test_a_module_is_saved_with_its_architecture_and_loads_again(digits, tmp_pat
     assert torch.equal(again(pixels), module(pixels))
     assert not torch.equal(build(digits, 1, hidden_size=12)(pixels), module(pixels))
     with pytest.raises(ConfigError, match=r"model_config\.name: cannot load .*size mismatch"):
-        build(digits, name=str(tmp_path / "model"), pretrained=True, hidden_size=13)
+        build(digits, preset=None, name=str(tmp_path / "model"), pretrained=True, hidden_size=13)
     with pytest.raises(ConfigError, match=r"model_config\.name: cannot load 'none'"):
-        build(digits, name="none", pretrained=True)
+        build(digits, preset=None, name="none", pretrained=True)
+    with pytest.raises(ConfigError, match=r"model_config\.name: names weights .* which pretrained: true loads"):
+        build(digits, preset=None, name=str(tmp_path / "model"))
 
 
 def test_the_settings_of_a_plain_module_are_checked_against_its_presets(digits):

@@ -115,6 +115,15 @@ def test_overrides_win_and_reach_nested_keys():
     }
 
 
+def test_an_override_of_preset_or_name_replaces_the_other():
+    named, _ = parse_config({"max_tokens": 1}, ["model_config.name=a", "model_config.hidden_size=8"])
+    assert named.model_config == {"name": "a", "hidden_size": 8}
+    preset, _ = parse_config({"max_tokens": 1, "model_config": {"name": "a"}}, ["model_config.preset=demo"])
+    assert preset.model_config == {"preset": "demo"}
+    null, _ = parse_config({"max_tokens": 1, "model_config": {"name": "a"}}, ["model_config.preset=null"])
+    assert null.model_config == {"name": "a", "preset": None}
+
+
 @pytest.mark.parametrize("name", ["2024_01_15", "2024-01-15", "1.10", "1:30", "007"])
 def test_numbers_and_dates_for_a_text_are_taken_as_they_are_written(name, tmp_path):
     expected = dataclasses.replace(Config(), run_name=name, project_name=name, max_tokens=1000)

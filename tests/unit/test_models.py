@@ -189,6 +189,25 @@ def test_a_model_of_any_architecture_needs_a_name_and_has_its_values(tokenizer):
         build_model("causal_lm", {"name": "a", "preset": "demo"}, tokenizer, 9, 0)
 
 
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"preset": "demo", "name": "keeeeenw/MicroLlama"}, "give preset or name, got demo and keeeeenw/MicroLlama"),
+        ({"preset": ["demo"]}, r"preset: must be a text, got \['demo'\]"),
+        ({"name": 5, "pretrained": True}, "name: must be a text, got 5"),
+        ({"name": ""}, "name: must be a text, got ''"),
+    ],
+)
+def test_one_text_names_the_architecture(settings, problem, tokenizer):
+    with pytest.raises(ConfigError, match=problem):
+        build_model("microllama", settings, tokenizer, 9, 0)
+
+
+def test_a_number_with_an_exponent_needs_no_point(tokenizer):
+    model = build_model("microllama", {"preset": "demo", "rms_norm_eps": "1e-3"}, tokenizer, 9, 0)
+    assert model.config.rms_norm_eps == 1e-3
+
+
 def test_another_family_under_that_name_is_refused(tokenizer, tmp_path):
     save_model(build_model("bert", {"preset": "demo"}, tokenizer, 9, 3), tokenizer, tmp_path)
     with pytest.raises(ConfigError, match="is a bert model, not llama; model_type: causal_lm takes"):

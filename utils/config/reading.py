@@ -265,6 +265,8 @@ def _override(values: dict[str, Any], assignment: str, problems: list[str]) -> N
         inner[name] = dict(given)  # the caller's own mapping stays as it is
         inner = inner[name]
     inner[path[-1]] = value
+    if path in (["model_config", "preset"], ["model_config", "name"]) and value is not None:
+        inner.pop("name" if rest == ["preset"] else "preset", None)  # one takes the other's place
 
 
 def _convert(values: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
