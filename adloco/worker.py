@@ -673,12 +673,14 @@ def _uncompiled() -> AbstractContextManager:
     return torch.compiler.set_stance("force_eager") if compiles else nullcontext()
 
 
-def _method_problems(config: Config) -> list[str]:
+def _problems(config: Config) -> list[str]:
     try:
         method = method_of(config)
     except ConfigError as error:
         return error.problems
     found = []
+    if config.max_batch_size is None:  # `python run.py` measures it
+        found.append("max_batch_size: must be a positive integer, got None")
     encodings = method.capabilities.encodings
     if encodings is not None and config.communication_dtype not in encodings:
         known = " or ".join(encodings)
@@ -697,7 +699,7 @@ _CHECKS = Checks(
         "statistics_estimator": ("per_example", "across_workers"),
         "switch_mode": SWITCH_MODES,
     },
-    problems=(_method_problems,),
+    problems=(_problems,),
 )
 
 

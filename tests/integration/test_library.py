@@ -337,6 +337,7 @@ def test_parameters_that_are_not_finite_end_the_run_and_are_never_sent():
         ({"batch": 0}, "batch"),
         ({"parameters": [2]}, "parameters"),
         ({"batch": adloco.AdaptiveBatch(eta=-1.0)}, "eta"),
+        ({"batch": adloco.AdaptiveBatch(max_micro_batch=None)}, "max_micro_batch"),
         ({"batch": adloco.AdaptiveBatch("inner_product_test", sample=4)}, "sample"),
         ({"batch": adloco.AdaptiveBatch("inner_product_test", confidence=1.0)}, "confidence"),
         ({"method": "Decoupled"}, "method"),

@@ -187,6 +187,7 @@ def test_each_registered_test_reads_its_own_parameters():
         (8, 40, 2.0, 100, 16),  # growth
         (8, 40, 1.5, 100, 12),
         (8, 40, 1.0, 100, 8),
+        (8, 40, math.inf, 100, 40),  # no bound
         (1, 40, 1.2, 100, 2),  # a request of one can grow at all
         (8, 40, 10.0, 20, 20),  # maximum
         (30, 40, 10.0, 20, 30),  # never shrinks, not even to the maximum
