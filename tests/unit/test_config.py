@@ -4,6 +4,7 @@ import dataclasses
 from pathlib import Path
 from types import MappingProxyType
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -350,6 +351,17 @@ def test_a_written_configuration_reads_back_equal(values):
     read = yaml.load(written, getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     assert [read[name] for name in values] == list(values.values())
     assert parse_config(read)[0] == config
+
+
+def test_values_of_a_script_have_the_types_of_yaml():
+    values = {
+        "model_config": {"name": Path("a"), "pretrained": True, "rms_norm_eps": np.float64(1e-5)},
+        "inner_optimizer_config": {"betas": (0.9, 0.95)},
+        "lora": MappingProxyType({"targets": ("q_proj",)}),
+    }
+    config, _ = parse_config({"max_tokens": 1, **values})
+    assert config.model_config == {"name": "a", "pretrained": True, "rms_norm_eps": 1e-5}
+    assert parse_config(yaml.safe_load(dump_config(config)))[0] == config
 
 
 def test_every_key_has_a_meaning_and_a_valid_default():

@@ -12,7 +12,7 @@ import itertools
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
@@ -60,6 +60,17 @@ def _on_and_off_are_words(value):
     return ("on" if value else "off") if isinstance(value, bool) else value  # YAML reads them as true and false
 
 
+def _plain(value):
+    """Return a value of a script in the types of YAML, so that a written configuration reads back equal."""
+    if isinstance(value, Mapping):
+        return {key: _plain(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(entry) for entry in value]
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    return value.item() if hasattr(value, "item") else value  # a number of NumPy
+
+
 Number = BeforeValidator(_not_a_bool)
 # Larger numbers would not fit into tensors and floats.
 PositiveInt = Annotated[int, Field(gt=0, lt=2**63), Number]
@@ -77,6 +88,8 @@ Device = Annotated[str, AfterValidator(_device)]
 Name = Annotated[str, Field(min_length=1)]
 # Made absolute, so that the configuration in a run folder means the same in every working directory.
 File = Annotated[str, Field(min_length=1), AfterValidator(os.path.abspath)]
+
+Settings = Annotated[dict[str, Any], AfterValidator(_plain)]
 
 
 def key(default, meaning: str, *, changes_training: bool = True):
@@ -285,11 +298,11 @@ class Model(Section):
     """Model"""
 
     model_type: Name = key("microllama", "Family of the model.")
-    model_config: dict[str, Any] = key(
+    model_config: Settings = key(
         {"preset": "demo"},
         "preset or name (a preset, a hub model or a folder), pretrained, and architecture values to change.",
     )
-    lora: dict[str, Any] = key(
+    lora: Settings = key(
         {},
         "Train low-rank adapters only: rank (8), alpha (16) and targets, the linear layers by the end of their names.",
     )
@@ -392,7 +405,7 @@ class Inner(Section):
     weight_decay: NonNegativeFloat = key(
         0.1, "Weight decay of AdamW and Muon, independent of the gradient, on every parameter."
     )
-    inner_optimizer_config: dict[str, Any] = key(
+    inner_optimizer_config: Settings = key(
         {}, "Parameters of inner_optimizer; adamw and muon have {betas: [0.9, 0.99]}, the betas of AdamW."
     )
     gradient_clipping: PositiveFloat | None = key(1.0, "Largest norm of an inner step's gradient; null: no clipping.")
@@ -411,7 +424,7 @@ class Outer(Section):
     """Synchronisation"""
 
     distributed_algo: str = key("DiLoCo", "Synchronisation method of the workers of a trainer.")
-    synchronisation: dict[str, Any] = key({}, "Parameters of distributed_algo; docs/methods.md lists them.")
+    synchronisation: Settings = key({}, "Parameters of distributed_algo; docs/methods.md lists them.")
     learning_rate_for_outer_opt: PositiveFloat = key(0.7, "Learning rate of the outer step.")
     outer_momentum: BelowOne = key(0.9, "Momentum of the outer step.")
     communication_dtype: str = key(
