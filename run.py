@@ -258,7 +258,7 @@ def prepared_run(
     from training_logs.recording.run_folder import lock_run_in_main, start_logging
     from utils.config.resume import folder_to_resume
     from utils.config.schema import ConfigError
-    from utils.distributed.peers import PeerLostError
+    from utils.distributed.peers import WRONG_CONFIG, PeerLostError
     from utils.distributed.processes import agree_on_config, decided, done_by_all, meet, place_nodes
 
     early_log = start_logging(is_main())
@@ -272,7 +272,7 @@ def prepared_run(
             warnings += place_nodes(processes, config)
             cluster, recorder, folder = set_up(config, processes, resumed, locks, early_log, started)
         except (ConfigError, PeerLostError) as error:
-            processes.failed(str(error))
+            processes.failed(f"{WRONG_CONFIG if isinstance(error, ConfigError) else ''}{error}")
             raise
         for warning in warnings:
             recorder.warn(warning)

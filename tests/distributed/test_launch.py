@@ -239,6 +239,25 @@ def test_a_run_without_progress_ends_and_says_where_each_process_is(programs, tm
     assert "of round 3" in ended.stderr
 
 
+UNFIT = """
+import os
+import cluster
+from utils.config.schema import ConfigError
+def check(config, model):
+    if os.environ["RANK"] == "1":
+        raise ConfigError("model_config.name: is not on this machine")
+cluster.check_model = check
+"""
+
+
+def test_a_configuration_that_does_not_fit_another_process_is_wrong(programs, tmp_path, cache_dir):
+    (tmp_path / "unfit.py").write_text(UNFIT)
+    config = write_config(tmp_path, cache_dir, processes=2, plugins=[str(tmp_path / "unfit.py")])
+    ended = programs.run("run.py", "--config", config, status=2)
+    problem = "rank 1 ended: the configuration is wrong: model_config.name: is not on this machine"
+    assert ended.stderr.splitlines() == [f"error: {problem}"]
+
+
 SLOW_LINK = """
 exchange = reductions.Transport.exchange
 reductions.PIECE_BYTES["cpu"] = 2**15

@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from utils.config.schema import ConfigError
 from utils.distributed.signals import STOPPED_IN_ROUND, StoppedInRoundError
 
 if TYPE_CHECKING:
@@ -24,6 +25,8 @@ _INTERVAL_SECONDS = 0.5
 _NAMING_SECONDS = 5.0
 # Time to write the results after a process has died or ended.
 GRACE_SECONDS = 25.0
+# Begins the reason of a process that ends with a ConfigError, which the others then raise as well.
+WRONG_CONFIG = "the configuration is wrong: "
 
 
 class PeerLostError(RuntimeError):
@@ -85,7 +88,9 @@ class PeerWatch:
 
     @contextlib.contextmanager
     def explaining(self, awaited: Callable[[], Sequence[int]] | None = None) -> Iterator[None]:
-        """Turn the failure of a collective into a PeerLostError, or a StoppedInRoundError if a signal ended the other.
+        """Turn the failure of a collective into a PeerLostError, or the error that has ended the other process.
+
+        That is a StoppedInRoundError or ConfigError.
 
         awaited: the ranks that a collective within a round waits for when its time is over, if they are known.
         """
@@ -95,7 +100,11 @@ class PeerWatch:
             if not (type(error).__name__.startswith("Dist") or "gloo" in str(error).lower()):
                 raise  # not because of another process
             reason = self._reason(error, awaited)
-            kind = StoppedInRoundError if reason.endswith(STOPPED_IN_ROUND) else PeerLostError
+            kind = PeerLostError
+            if reason.endswith(STOPPED_IN_ROUND):
+                kind = StoppedInRoundError
+            elif WRONG_CONFIG in reason:
+                kind = ConfigError
             raise kind(reason) from error
 
     def _reason(self, error: RuntimeError, awaited: Callable[[], Sequence[int]] | None) -> str:
