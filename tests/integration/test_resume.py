@@ -198,6 +198,16 @@ def test_resume_auto_begins_a_run_and_then_continues_it(tmp_path, cache_dir, cap
     assert summary(tmp_path / "logs" / "mine_2")["outer_steps"] == 3
 
 
+def test_resume_auto_does_not_rename_a_folder_that_is_no_run(tmp_path, cache_dir, capsys):
+    other = tmp_path / "logs" / "mine"
+    other.mkdir(parents=True)
+    (other / "notes.txt").write_text("of the user")
+    config = str(write_config(tmp_path, cache_dir, run_name="mine"))
+    assert program.main(["--config", config, "--resume", "auto"]) == 2
+    assert f"error: run_name: {other} is not the folder of a run" in capsys.readouterr().err
+    assert list(other.parent.iterdir()) == [other]
+
+
 def test_another_log_dir_moves_no_run(whole):
     _, (warning,) = resumed_config(whole, ["log_dir=elsewhere"], False, CHECKS)
     assert warning.startswith("log_dir: has no effect with --resume")

@@ -18,7 +18,7 @@ from training_logs.trackers.clearml import resolved_mode
 from training_logs.trackers.tracker import check_packages
 from utils.config.schema import Config, ConfigError
 from utils.distributed.processes import Processes, done_by_all
-from utils.files import nearest_existing_folder
+from utils.files import REPORT_FOLDER, nearest_existing_folder
 from utils.progress import shows_progress
 
 logger = logging.getLogger("adloco")
@@ -108,6 +108,10 @@ def check_logs(config: Config, anew: bool) -> None:
         folder = Path(config.log_dir, config.run_name)
         if anew and folder.exists():
             raise ConfigError(f"run_name: {folder} exists; choose another name, or continue it with --resume {folder}")
+        # make_run_folder renames the folder of an attempt, which has nothing but a lock before its report folder.
+        names = os.listdir(folder) if folder.exists() else []
+        if names not in ([], [".lock"]) and REPORT_FOLDER not in names:
+            raise ConfigError(f"run_name: {folder} is not the folder of a run; choose another name")
 
 
 def lock_run(folder: Path, patience: float = 0.0) -> contextlib.AbstractContextManager:
