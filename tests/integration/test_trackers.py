@@ -19,13 +19,14 @@ from tests.support.programs import LIMIT_SECONDS
 from tests.support.runs import record_run
 from training_logs import log_processor
 from training_logs.recording.recorder import RunRecorder
+from training_logs.recording.run_folder import check_logs
 from training_logs.showing.plots import plots_of
 from training_logs.showing.run_data import read_run
 from training_logs.trackers import tracker
 from training_logs.trackers.clearml import has_credentials, resolved_mode
 from training_logs.trackers.tracker import PACKAGES, Tracker, TrackerProcess
 from utils.config.reading import parse_config
-from utils.config.schema import CLEARML_MODES, ConfigError
+from utils.config.schema import CLEARML_MODES, Config, ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -318,6 +319,7 @@ def test_online_without_credentials_ends_before_training(tmp_path, capsys):
     assert program.main(arguments) == 2
     assert "error: clearml: online needs credentials" in capsys.readouterr().err
     assert not (tmp_path / "logs").exists()
+    check_logs(Config(clearml="online", trackers=[], log_dir=str(tmp_path)), anew=True)  # ClearML receives nothing
 
 
 # Servers

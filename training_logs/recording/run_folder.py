@@ -97,7 +97,8 @@ def check_logs(config: Config, anew: bool) -> None:
 
     anew: whether a run folder of this name must not exist.
     """
-    resolved_mode(config.clearml)
+    if "clearml" in config.trackers:
+        resolved_mode(config.clearml)
     check_packages(config.trackers)
     folder = nearest_existing_folder(Path(config.log_dir))
     if not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
