@@ -53,6 +53,7 @@ from utils.files import write_json_atomically, write_text_atomically
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "docs" / "results" / "gpu.json"
 PAGE = ROOT / "docs" / "benchmarks.md"
+GPU_TESTS = "tests/integration/test_gpu.py"
 # The section of the page between these lines is written by this program.
 BEGIN = "<!-- gpu: written by benchmarks/performance/gpu.py -->"
 END = "<!-- end of gpu -->"
@@ -92,7 +93,8 @@ def configured(values: Mapping, **more) -> Config:
 
 def tests() -> dict:
     """Run the GPU tests: counts of passed, failed and skipped ones."""
-    command = [sys.executable, "-m", "pytest", "-n", "0", "-q", "tests/integration/test_gpu.py"]
+    # pyproject.toml has one -q; with a second one pytest prints no counts.
+    command = [sys.executable, "-m", "pytest", "-n", "0", GPU_TESTS]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     counts = {word: int(number) for number, word in re.findall(r"(\d+) (passed|failed|skipped|error)", done.stdout)}
     return {"status": done.returncode, **counts, "output": done.stdout[-2000:] if done.returncode else ""}

@@ -141,6 +141,16 @@ def test_the_parts_measure_speed_and_memory(monkeypatch):
 
 
 @pytest.mark.usefixtures("programs")
+def test_the_tests_that_pass_and_fail_are_counted(monkeypatch, tmp_path):
+    file = tmp_path / "test_some.py"
+    file.write_text("def test_a():\n    pass\n\n\ndef test_b():\n    pass\n\n\ndef test_c():\n    assert False\n")
+    monkeypatch.setattr(gpu, "GPU_TESTS", str(file))
+    found = gpu.tests()
+    assert (found["status"], found["passed"], found["failed"]) == (1, 2, 1)
+    assert "test_c" in found["output"]
+
+
+@pytest.mark.usefixtures("programs")
 def test_four_trainers_are_measured_in_some_processes(cache_dir):
     short = ("number_of_outer_steps=1", "number_of_inner_steps_between_outers=2", "vocab_size=400")
     data = [f"{key}={json.dumps(value)}" for key, value in (PAGE | {"cache_dir": str(cache_dir)}).items()]
