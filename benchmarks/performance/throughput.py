@@ -133,16 +133,20 @@ class BareLoop:
         for step in range(steps):
             first = (step * self.world + self.rank) * self.batch
             rows = torch.arange(first, first + self.batch) % len(self.tokens)
-            ids = self.tokens[rows]
-            if self.device.type == "cuda":
-                ids = ids.pin_memory().to(self.device, non_blocking=True)
             self.optimizer.zero_grad(set_to_none=True)
-            loss = self.loss(ids)
+            loss = self.loss(self.examples(rows))
             loss.backward()
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
             self.optimizer.step()
             loss_sum += loss.detach()
         loss_sum.item()
+
+    def examples(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return rows of the tokens on the device; the host does not wait for the copy."""
+        ids = self.tokens[rows]
+        if self.device.type == "cuda":
+            ids = ids.pin_memory()
+        return ids.to(self.device, non_blocking=True)
 
     def loss(self, ids: torch.Tensor) -> torch.Tensor:
         with unmasked(self.model, {"input_ids": ids}), self.autocast:
@@ -166,7 +170,7 @@ class LibraryLoop(BareLoop):
     def run(self, steps: int) -> None:
         for _ in range(steps):
             for indices in self.worker.micro_batches(len(self.tokens)):
-                self.worker.backward(self.loss(self.tokens[indices].to(self.device)))
+                self.worker.backward(self.loss(self.examples(torch.from_numpy(indices))))
             self.worker.step()
 
 

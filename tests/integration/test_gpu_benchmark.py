@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from benchmarks.performance import gpu
-from benchmarks.performance.throughput import OVERHEAD
+from benchmarks.performance.throughput import OVERHEAD, BareLoop, LibraryLoop, make_data
 from tests.support.helpers import TINY_ARCHITECTURE
 from tests.support.runs import PAGE
 
@@ -138,6 +138,17 @@ def test_the_parts_measure_speed_and_memory(monkeypatch):
     assert list(small) == ["eager", "again"]
     assert 0.2 < small["again"] / small["eager"] < 5.0
     assert min(plain["planned_bytes"], less["planned_bytes"]) > 4 * plain["parameters"]
+
+
+@pytest.mark.parametrize("loop", [BareLoop, LibraryLoop])
+def test_the_compared_loops_copy_their_batches_to_the_device_alike(monkeypatch, loop):
+    config = tiny()
+    compared = loop(config, make_data(config), torch.device("cpu"))
+    copied = []
+    examples = BareLoop.examples
+    monkeypatch.setattr(BareLoop, "examples", lambda loop, rows: copied.append(len(rows)) or examples(loop, rows))
+    compared.run(3)
+    assert copied == [8, 8, 8]
 
 
 @pytest.mark.usefixtures("programs")
