@@ -280,7 +280,8 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     started = time.monotonic()
     results = recorded({"gpu": torch.cuda.get_device_name(0), "torch": torch.__version__})
-    missing = [name for name in PARTS if "problem" in results["parts"].get(name, {"problem": "not measured"})]
+    parts = results["parts"]
+    missing = [name for name in PARTS if name not in parts or "problem" in parts[name] or parts[name].get("status")]
     for name in options.parts or missing:
         found = measured(name, min(PARTS[name][1], TOTAL_SECONDS - (time.monotonic() - started)))
         print(f"{name}: {json.dumps(found)}", flush=True)

@@ -99,6 +99,7 @@ def test_another_call_measures_what_is_missing_or_failed(monkeypatch, tmp_path):
     page, results = tmp_path / "speed.md", tmp_path / "gpu.json"
     page.write_text(gpu.PAGE.read_text(encoding="utf-8"))
     done = {name: {} for name in gpu.PARTS} | {"eager": {"problem": "not done after 120 s"}}
+    done["tests"] = {"status": 1, "passed": 9, "failed": 1}
     del done["graphs"]
     results.write_text(json.dumps({"gpu": "a GPU", "torch": gpu.torch.__version__, "parts": done}))
     monkeypatch.setattr(gpu, "PAGE", page)
@@ -108,9 +109,9 @@ def test_another_call_measures_what_is_missing_or_failed(monkeypatch, tmp_path):
     measured = []
     monkeypatch.setattr(gpu, "measured", lambda name, limit: measured.append(name) or {})
     assert gpu.main([]) == 0
-    assert measured == ["eager", "graphs"]
+    assert measured == ["tests", "eager", "graphs"]
     assert gpu.main([]) == 0
-    assert measured == ["eager", "graphs"]
+    assert measured == ["tests", "eager", "graphs"]
 
 
 def tiny(**values):
