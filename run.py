@@ -313,6 +313,7 @@ def set_up(
 
     from cluster import Cluster
     from fabrics.data.dataset_loader import load_data
+    from fabrics.models.initialisation import check_architecture
     from fabrics.planning.memory_choice import with_chosen_memory
     from fabrics.pool.device_errors import explain_setup_errors
     from fabrics.pool.max_batch import device_memory
@@ -343,6 +344,7 @@ def set_up(
         with checkpoint.of_this_version():
             threads = max(1, int(checkpoint.state["cluster"]["threads"]))
     torch.set_num_threads(threads)
+    done_by_all(processes, lambda: check_architecture(config) if processes.is_main else None)
     data = load_data(config, processes)
     with explain_setup_errors():
         cluster = Cluster(config, data, processes)

@@ -7,6 +7,7 @@ Print it again after an update, or with other plugins.
 import inspect
 import shlex
 import sys
+import typing
 from collections.abc import Iterable
 from typing import Any
 
@@ -74,13 +75,30 @@ def _first_paragraph(described: Any) -> str:
     return " ".join(text.split("\n\n")[0].split())
 
 
-def completion_script(options: Iterable[str]) -> str:
-    """Return the script; options: of the command line, such as --config."""
+def choices_of(key: str) -> list[str]:
+    """Return the names that a key may have; auto is explained in its meaning."""
     from fabrics.config_checks import CHOICES
     from utils.config.schema import FIELDS
 
+    return list(CHOICES.get(key, ())) or _literals(FIELDS[key].type)
+
+
+def _literals(annotation: Any) -> list[str]:
+    """Return the names in a Literal type, also inside Annotated or a union."""
+    if typing.get_origin(annotation) is typing.Literal:
+        return [value for value in typing.get_args(annotation) if value != "auto" and isinstance(value, str)]
+    return [value for part in typing.get_args(annotation) for value in _literals(part)]
+
+
+def completion_script(options: Iterable[str]) -> str:
+    """Return the script; options: of the command line, such as --config."""
+    from utils.config.schema import FIELDS
+
+    choices = {key: choices_of(key) for key in FIELDS}
     return _SCRIPT.format(
         options=shlex.quote(" ".join(options)),
         keys=shlex.quote(" ".join(f"{key}=" for key in FIELDS)),
-        choices="\n".join(f"    {key}) names={shlex.quote(' '.join(names))} ;;" for key, names in CHOICES.items()),
+        choices="\n".join(
+            f"    {key}) names={shlex.quote(' '.join(names))} ;;" for key, names in choices.items() if names
+        ),
     )

@@ -15,7 +15,14 @@ from fabrics.data.examples import TaskData
 from fabrics.data.sampler import DataCursor, Shares, Subsets
 from fabrics.data.tokenization import END_OF_TEXT, named_tokenizer, train_tokenizer
 from fabrics.models.lora import add_adapters, lora_of
-from fabrics.models.model_family import MODELS, ModelFamily, build_model, is_pretrained, reinitialise_output_layer
+from fabrics.models.model_family import (
+    MODELS,
+    ModelFamily,
+    TransformersFamily,
+    build_model,
+    is_pretrained,
+    reinitialise_output_layer,
+)
 from fabrics.sharding.sharded_model import ShardedModel
 from fabrics.training.flat_model import FlatModel
 from utils.config.schema import Config, ConfigError
@@ -98,6 +105,14 @@ def meta_model(config: Config) -> tuple[nn.Module, list[str]]:
         class_names = ("0", "1")
         assumed.append("the classes of the data: assumed to be 2")
     return _architecture(config, settings, tokenizer, class_names), assumed
+
+
+def check_architecture(config: Config) -> None:
+    """Raise a ConfigError for a model that cannot be built, before the data are read."""
+    if isinstance(MODELS[config.model_type], TransformersFamily):  # others may need the data's own tokenizer
+        model, _ = meta_model(config)
+        if config.need_to_reinit_output_layers:
+            reinitialise_output_layer(config.model_type, model, config.training_seed)
 
 
 def flops_per_token(model: nn.Module, sequence_length: int) -> float:

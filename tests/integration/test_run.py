@@ -306,6 +306,7 @@ def test_an_option_without_a_value_starts_no_other_run(option, capsys):
             "cannot load the tokenizer '/no/such/model'",
         ),
         (["data_sample_size=1000000"], "data_sample_size:"),
+        (["data_sample_size=1000000", "sequence_length=1024"], "sequence_length: the model takes at most"),  # comes first
         (["log_dir=FILE/logs"], "log_dir: cannot write to"),
         (["cache_dir=FILE/cache", "vocab_size=333"], "cache_dir: cannot write"),
     ],
@@ -419,6 +420,7 @@ def test_bash_completes_options_keys_and_names(capsys, tmp_path):
     assert completed("python", "run.py", "dataset", "=") == list(DATASETS)
     assert completed("python", "run.py", "ETA", "=", "1", "model_type", "=", "b") == ["bert"]
     assert completed("adloco", "model_type=b") == ["model_type=bert"]
+    assert completed("adloco", "objective=") == ["objective=examples", "objective=time"]
     assert completed("python", "other.py", "ETA") == []
     assert completed("python", "run.py", "log_dir", "=", "l") == []  # bash then completes names of files
 
