@@ -6,14 +6,16 @@ import sys
 from collections.abc import Sequence
 
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from torch import nn
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.pytorch_utils import Conv1D
 
 from fabrics.data.dataset_loader import DATASETS
 from fabrics.data.examples import TaskData
 from fabrics.data.sampler import DataCursor, Shares, Subsets
-from fabrics.data.tokenization import END_OF_TEXT, named_tokenizer, train_tokenizer
+from fabrics.data.tokenization import END_OF_TEXT, named_tokenizer
 from fabrics.models.lora import add_adapters, lora_of
 from fabrics.models.model_family import (
     MODELS,
@@ -30,8 +32,6 @@ from utils.distributed.processes import Processes
 from utils.text import counted
 
 META = torch.device("meta")
-# Smaller than any vocabulary that a model from scratch may have.
-_FEW_TOKENS = 258
 
 
 def initial_model(config: Config, data: TaskData, trainer: int) -> nn.Module:
@@ -77,7 +77,11 @@ def _architecture(
 def _stand_in(config: Config, settings: dict) -> tuple[PreTrainedTokenizerBase, bool]:
     """Return a tokenizer, without reading data, and whether its size is assumed to be `vocab_size` (in settings)."""
     family = MODELS[config.model_type]
-    few = train_tokenizer([END_OF_TEXT], _FEW_TOKENS, family.task)
+    # No model's vocabulary is smaller.
+    few = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(WordLevel({END_OF_TEXT: 0}, END_OF_TEXT)),
+        **dict.fromkeys(("bos_token", "eos_token", "pad_token"), END_OF_TEXT),
+    )
     name = settings.get("preset") or settings.get("name") or "demo"
     if "vocab_size" in settings or "vocab_size" in family.presets.get(name, {"vocab_size": None}):
         return few, False
@@ -109,7 +113,9 @@ def meta_model(config: Config) -> tuple[nn.Module, list[str]]:
 
 def check_architecture(config: Config) -> None:
     """Raise a ConfigError for a model that cannot be built, before the data are read."""
-    if isinstance(MODELS[config.model_type], TransformersFamily):  # others may need the data's own tokenizer
+    family = MODELS[config.model_type]
+    # Weights have a possible architecture, and other families may need the data's own tokenizer.
+    if isinstance(family, TransformersFamily) and not is_pretrained(config.model_config):
         model, _ = meta_model(config)
         if config.need_to_reinit_output_layers:
             reinitialise_output_layer(config.model_type, model, config.training_seed)

@@ -306,7 +306,7 @@ def test_an_option_without_a_value_starts_no_other_run(option, capsys):
             "cannot load the tokenizer '/no/such/model'",
         ),
         (["data_sample_size=1000000"], "data_sample_size:"),
-        (["data_sample_size=1000000", "sequence_length=1024"], "sequence_length: the model takes at most"),  # comes first
+        (["data_sample_size=1000000", "sequence_length=1024"], "sequence_length: the model takes"),  # comes first
         (["log_dir=FILE/logs"], "log_dir: cannot write to"),
         (["cache_dir=FILE/cache", "vocab_size=333"], "cache_dir: cannot write"),
     ],
