@@ -21,6 +21,7 @@ from fabrics.data.examples import PackedSequences
 from fabrics.data.tokenization import load_tokenizer
 from fabrics.models import export
 from fabrics.models.export import save_model
+from fabrics.models.initialisation import check_architecture, meta_model
 from fabrics.models.model_family import build_model, is_pretrained, reinitialise_output_layer
 from fabrics.training.flat_model import FlatModel
 from fabrics.training.inner_loop import probed_backward
@@ -29,6 +30,7 @@ from tests.support.helpers import (
     TINY_ARCHITECTURE,
     LocalProcesses,
     Recorder,
+    make_config,
     tiny_bert,
     tiny_cluster,
     tiny_data,
@@ -206,6 +208,12 @@ def test_one_text_names_the_architecture(settings, problem, tokenizer):
 def test_a_number_with_an_exponent_needs_no_point(tokenizer):
     model = build_model("microllama", {"preset": "demo", "rms_norm_eps": "1e-3"}, tokenizer, 9, 0)
     assert model.config.rms_norm_eps == 1e-3
+
+
+def test_a_model_of_few_tokens_is_checked_and_planned_without_its_tokenizer():
+    config = make_config(model_config={"preset": "demo", "vocab_size": 30})
+    check_architecture(config)
+    assert meta_model(config)[0].config.vocab_size == 30
 
 
 def test_another_family_under_that_name_is_refused(tokenizer, tmp_path):
