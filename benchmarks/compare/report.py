@@ -25,8 +25,8 @@ from utils.files import write_atomically, write_text_atomically
 from utils.text import byte_size
 
 USAGE = {"tokens": "tokens", "communications": "communications", "bytes_communicated": "bytes"}
-VERDICTS = ("better", "not significant", "worse")
-NOT_COMPARABLE = ("ended earlier", "used more", "stopped or other data")
+# Columns of the table of verdicts, beside the method.
+_MOST_VERDICTS = 6
 # What the overview shows of a comparison.
 _SHOWN = re.compile(r"\{(run|page|section): (\w+)(?:: ([^}]+))?\}")
 # The figure of curves shows ends up to this multiple of the lowest end.
@@ -108,23 +108,24 @@ def caption(results: Results) -> str:
     return f"**Question:** {comparison['question'].strip()}" + (f"\n\n**Answer:** {answer}" if answer else "")
 
 
-def verdict_table(results: Results, axes: Mapping[str, str]) -> str:
-    """Return which methods are better or worse than the reference at equal usage, by axis and its label."""
-    rows = []
-    for axis, label in axes.items():
-        found: dict[str, list[str]] = {name: [] for name in (*VERDICTS, *NOT_COMPARABLE)}
-        for method in results.methods:
-            if method != results.reference:
-                found[results.verdict(method, axis)].append(method)
-        rows.append((f"{label}: {_amount(results.ends(results.reference, axis), axis)}", found))
-    seeds = "" if len(results.seeds) > 1 else ", one seed"
-    headers = {name: name + seeds for name in VERDICTS} | {name: f"not comparable: {name}" for name in NOT_COMPARABLE}
-    shown = [name for name in headers if name in VERDICTS or any(found[name] for _, found in rows)]
-    columns = ("at equal", *(headers[name] for name in shown))
-    labels: dict[tuple[str, ...], list[str]] = {}
-    for label, found in rows:
-        labels.setdefault(tuple("<br>".join(found[name]) for name in shown), []).append(label)
-    return _table(columns, [("<br>".join(same), *cells) for cells, same in labels.items()])
+def verdict_table(results: Results) -> str:
+    """Return whether each method is better or worse than the reference at equal usage."""
+    times = {axis: f"time, {name}" for axis, name in results.seconds.items()}
+    columns = _verdict_columns(results, times)
+    if len(columns) > _MOST_VERDICTS:
+        columns = _verdict_columns(results, {axis: times[axis] for axis in _extreme_networks(results)})
+    others = [method for method in results.methods if method != results.reference]
+    return _table(["method", *map("<br>".join, columns.values())], zip(others, *columns, strict=True))
+
+
+def _verdict_columns(results: Results, times: Mapping[str, str]) -> dict[tuple[str, ...], list[str]]:
+    """Return the labels of each column of verdicts; axes with the same verdicts share a column."""
+    columns: dict[tuple[str, ...], list[str]] = {}
+    for axis, label in (USAGE | times).items():
+        verdicts = [results.verdict(method, axis) for method in results.methods if method != results.reference]
+        amount = _amount(results.ends(results.reference, axis), axis)
+        columns.setdefault(tuple(verdicts), []).append(f"{label}: {amount}")
+    return columns
 
 
 def final_table(results: Results) -> str:
@@ -223,11 +224,13 @@ def page(results: Results) -> str:
     )
     if results.runs[reference]:
         published = results.raw["file"].startswith("benchmarks/comparisons/")
+        one_seed = "" if len(results.seeds) > 1 else " With one seed a verdict is only the sign of a difference."
         meaning = "[meaning](../comparing.md#what-the-numbers-mean)" if published else "meaning: docs/comparing.md"
         parts += [
             f"## Verdicts against {reference}",
-            f"Runs are compared at their ends ({meaning}). The first column gives the usage of {reference}.",
-            verdict_table(results, USAGE | {axis: f"time, {label}" for axis, label in networks.items()}),
+            f"At equal usage; the head of a column has that of {reference}. Runs are compared at their ends "
+            f"({meaning}).{one_seed}",
+            verdict_table(results),
         ]
     parts += [f"![Ends]({name}_ends.png)", "## End of the runs", final_table(results)]
     if networks:

@@ -150,14 +150,14 @@ class Results:
         """
         difference = self.difference(method)
         if difference is None:
-            return "stopped or other data"
+            return "not comparable: stopped or other data"
         verdict = difference.verdict
         used = statistics.fmean(self.ends(method, axis))
         limit = statistics.fmean(self.ends(self.reference, axis))
         if used < (1.0 - TOLERANCE) * limit and verdict == "worse":
-            return "ended earlier"
+            return "not comparable: ended earlier"
         if used > (1.0 + TOLERANCE) * limit and verdict == "better":
-            return "used more"
+            return "not comparable: used more"
         return verdict
 
 
