@@ -214,7 +214,8 @@ NOT_READ_WITH: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
 def idle_keys(config: Config) -> list[str]:
     """Return one warning for each changed key that nothing in this run reads.
 
-    It is not an error, as comparisons give the same keys to many methods. Synchronisation methods declare the
+    Parameters of the batch test are left out: `sampling_method: none` over the demo's file turns them off on purpose. A
+    warning is not an error, as comparisons give the same keys to many methods. Synchronisation methods declare the
     `outer_keys` that they read, inner optimizers their `keys`.
     """
     default = Config()
