@@ -30,8 +30,9 @@ python run.py --config configs/c4_microllama_small.yaml ETA=1.5 model_config.hid
 
 Without `--config` the file is [config.yaml](../config.yaml), the demo. Every run folder holds a `config.yaml` with all
 defaults filled in. Unknown keys, wrong types and impossible values end the program before any work starts, with one
-line per problem. Text such as `1e-5` or `"2e-5"` is read as a number. The names of the published code's configuration
-are [accepted as well](published_code.md).
+line per problem. No plugin is imported for a wrong configuration: with `plugins`, names and combinations are checked
+once all else is right. Text such as `1e-5` or `"2e-5"` is read as a number. The names of the published code's
+configuration are [accepted as well](published_code.md).
 """
 
 
