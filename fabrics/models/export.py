@@ -9,7 +9,8 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 from torch import nn
-from transformers import PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedTokenizerBase
+from transformers.utils import GENERATION_CONFIG_NAME
 from transformers.utils.logging import disable_progress_bar, enable_progress_bar, is_progress_bar_enabled
 
 from fabrics.data.tokenization import save_tokenizer
@@ -109,11 +110,19 @@ def _save_pretrained(model: nn.Module, state: Mapping[str, torch.Tensor], folder
     use_cache = getattr(config, "use_cache", None)
     if use_cache is not None:
         config.use_cache = True
+    generation = getattr(model, "generation_config", None)
+    if generation is not None:
+        model.generation_config = GenerationConfig()
     bars = is_progress_bar_enabled()
     disable_progress_bar()
     try:
         model.save_pretrained(folder, state_dict=state)
+        if generation is not None:
+            # The library refuses to save some values that it has loaded, such as a temperature without sampling.
+            generation.to_json_file(Path(folder) / GENERATION_CONFIG_NAME, keys_to_pop=["compile_config"])
     finally:
+        if generation is not None:
+            model.generation_config = generation
         if bars:
             enable_progress_bar()
         if use_cache is not None:

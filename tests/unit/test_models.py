@@ -1,5 +1,7 @@
 """Model families: architectures, initialisation, pretrained folders, the flat model, and models on disk."""
 
+import json
+
 import numpy as np
 import pytest
 import torch
@@ -180,6 +182,17 @@ def test_a_language_model_of_any_architecture_is_loaded_tested_and_saved(tokeniz
     assert type(fresh) is type(model)
     with pytest.raises(ConfigError, match="sequence_length: the model takes at most 32 tokens, got 33"):
         build_model("causal_lm", settings, tokenizer, 33, 0)
+
+
+def test_values_for_generation_that_the_library_refuses_to_save_stay_with_the_model(tokenizer, tmp_path):
+    save_model(build_model("microllama", {}, tokenizer, 128, 0), tokenizer, tmp_path / "model")
+    file = "generation_config.json"
+    values = json.loads((tmp_path / "model" / file).read_text()) | {"temperature": 0.9, "do_sample": False}
+    (tmp_path / "model" / file).write_text(json.dumps(values))
+    model = build_model("microllama", {"name": str(tmp_path / "model"), "pretrained": True}, tokenizer, 128, 0)
+    save_model(model, tokenizer, tmp_path / "again")
+    assert json.loads((tmp_path / "again" / file).read_text()) == values
+    assert model.generation_config.temperature == 0.9
 
 
 def test_a_model_of_any_architecture_needs_a_name_and_has_its_values(tokenizer):
