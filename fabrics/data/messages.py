@@ -64,9 +64,15 @@ def _messages(record: object, place: str) -> Messages:
         texts = [message.get(key) for key in ("role", "content")] if isinstance(message, dict) else [None]
         if not all(isinstance(text, str) for text in texts):
             raise DatasetError(f'{place}: message {number} must have a "role" and a "content", both texts')
+    if record.get("tools") or any(message.get("tool_calls") for message in messages):
+        raise DatasetError(f'{place}: has "tools" or "tool_calls"; only the texts of messages are read')
     if not any(message["role"] == "assistant" for message in messages):
         raise DatasetError(f'{place}: no message has the role "assistant", whose answers are learned')
-    return [{"role": message["role"], "content": message["content"]} for message in messages]
+    # JSON can express half a surrogate pair, UTF-8 cannot: it becomes a question mark.
+    return [
+        {key: message[key].encode("utf-8", "replace").decode("utf-8") for key in ("role", "content")}
+        for message in messages
+    ]
 
 
 def with_answers(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> tuple[str, list[tuple[int, int]]]:

@@ -116,6 +116,8 @@ def test_the_statistics_are_of_the_losses_on_each_examples_own_answer(make):
         ('{"messages": []}', 'must be an object with a list "messages"'),
         ('{"messages": [{"role": "user"}]}', 'message 1 must have a "role" and a "content"'),
         ('{"messages": [{"role": "user", "content": "w1"}]}', 'no message has the role "assistant"'),
+        ('{"messages": [{"role": "assistant", "content": "", "tool_calls": [{}]}]}', 'has "tools" or "tool_calls"'),
+        ('{"messages": [{"role": "assistant", "content": "w1"}], "tools": [{}]}', 'has "tools" or "tool_calls"'),
     ],
 )
 def test_a_line_that_is_no_conversation_is_named(tmp_path, line, problem):
@@ -125,6 +127,13 @@ def test_a_line_that_is_no_conversation_is_named(tmp_path, line, problem):
     with pytest.raises(DatasetError, match=rf"chat\.jsonl:3: {problem}"):
         list(conversations([file], skipped))
     assert skipped.first == {"empty": f"{file}:2"}
+
+
+def test_half_a_surrogate_pair_becomes_a_question_mark(tmp_path):
+    file = tmp_path / "chat.jsonl"
+    file.write_text(json.dumps({"messages": [user("w1 \ud83d"), assistant("\U0001f600")]}))  # in ASCII
+    (document,) = conversations([file], Skipped())
+    assert json.loads(document.text) == [user("w1 ?"), assistant("\U0001f600")]
 
 
 def test_a_template_that_hides_where_answers_are_is_refused(make, tmp_path):
