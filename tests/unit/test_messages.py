@@ -136,6 +136,13 @@ def test_half_a_surrogate_pair_becomes_a_question_mark(tmp_path):
     assert json.loads(document.text) == [user("w1 ?"), assistant("\U0001f600")]
 
 
+def test_a_template_with_the_date_writes_the_same_text_on_every_day():
+    tokenizer = chat_tokenizer()
+    tokenizer.chat_template = "{{ strftime_now('%d %b %Y') }} " + tokenizer.chat_template
+    text, _ = with_answers(tokenizer, [user("w1"), assistant("w2")])
+    assert text == "26 Jul 2024 <user> w1 <end> <assistant> w2 <end> "
+
+
 def test_a_template_that_hides_where_answers_are_is_refused(make, tmp_path):
     tokenizer = chat_tokenizer()
     talk = [user("w1"), assistant("w2"), user("w3"), assistant("w4")]
