@@ -37,7 +37,7 @@ from algorithms.synchronisation.group import Clock, Group, Inner, LocalWorker, O
 from algorithms.synchronisation.method import COPY
 from fabrics.data.sampler import DataCursor, Subsets
 from fabrics.pool.run_checks import check_inner_products
-from fabrics.training.flat_model import FlatModel
+from fabrics.training.flat_model import FlatModel, shared_state_problem
 from fabrics.training.inner_loop import clip
 from fabrics.training.method_config import method_of
 from fabrics.training.statistics import Measurement, batch_control, compare_workers, measurement_of, samples_for_test
@@ -738,12 +738,8 @@ def _check_model(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         raise ValueError("optimizer: must be new; load its state with Worker.load_state_dict")
     if isinstance(optimizer, torch.optim.LBFGS | torch.optim.SparseAdam):
         raise ValueError(f"optimizer: {type(optimizer).__name__} needs closures or sparse gradients; use another one")
-    for name, module in model.named_modules():
-        if isinstance(module, nn.modules.batchnorm._NormBase) and module.track_running_stats:
-            raise ValueError(
-                f"model: {name} keeps running statistics, which workers would not share; "
-                f"use track_running_stats=False, or a layer such as GroupNorm"
-            )
+    if problem := shared_state_problem(model):
+        raise ValueError(f"model: {problem}")
 
 
 def _check_method(method: Any, name: str, optimizer: torch.optim.Optimizer, config: Config, workers: int) -> None:

@@ -26,7 +26,7 @@ from fabrics.models.model_family import (
     reinitialise_output_layer,
 )
 from fabrics.sharding.sharded_model import ShardedModel
-from fabrics.training.flat_model import FlatModel
+from fabrics.training.flat_model import FlatModel, shared_state_problem
 from utils.config.schema import Config, ConfigError
 from utils.distributed.processes import Processes
 from utils.text import counted
@@ -47,6 +47,8 @@ def initial_model(config: Config, data: TaskData, trainer: int) -> nn.Module:
     )
     if config.need_to_reinit_output_layers:
         reinitialise_output_layer(config.model_type, model, seed if config.single_seed else seed + trainer)
+    if problem := shared_state_problem(model):
+        raise ConfigError(f"model_type: {problem}")
     return _adapted(config, model)
 
 

@@ -41,6 +41,17 @@ def flat_blocks(shapes: Mapping[str, tuple[int, ...]], offsets: Sequence[int]) -
     return tuple(Block(name, start, shape) for (name, shape), start in zip(shapes.items(), offsets, strict=True))
 
 
+def shared_state_problem(module: nn.Module) -> str | None:
+    """Return what is wrong with a module whose passes change more than its gradients; None: nothing."""
+    for name, layer in module.named_modules():
+        if isinstance(layer, nn.modules.batchnorm._NormBase) and layer.track_running_stats:
+            return (
+                f"{name} keeps running statistics, which workers would not share; use track_running_stats=False, or a "
+                f"layer such as GroupNorm"
+            )
+    return None
+
+
 class FlatModel:
     """A module over two flat buffers.
 

@@ -22,6 +22,7 @@ from algorithms.synchronisation import METHODS
 from fabrics.config_checks import CHECKS
 from fabrics.data.dataset_loader import load_data
 from fabrics.models.export import save_model
+from fabrics.models.initialisation import initial_model
 from fabrics.models.model_family import MODELS, ModelFamily, build_model, reinitialise_output_layer
 from fabrics.planning.estimate import estimate
 from fabrics.training.flat_model import FlatModel
@@ -378,6 +379,16 @@ def test_the_output_layer_of_a_plain_module_is_reinitialised(digits):
     reinitialise_output_layer(digits.model_type, module, 7)
     changed = {name for name, tensor in module.state_dict().items() if not torch.equal(tensor, before[name])}
     assert changed == {"head.weight", "head.bias"}
+
+
+def test_a_model_with_running_statistics_is_refused(digits, monkeypatch):
+    def build(values, demands):
+        return nn.Sequential(nn.Linear(64, 10), nn.BatchNorm1d(10))
+
+    monkeypatch.setitem(MODELS, "normalised", ModelFamily("classification", build))
+    config = dataclasses.replace(digits, model_type="normalised", model_config={})
+    with pytest.raises(ConfigError, match=r"^model_type: 1 keeps running statistics"):
+        initial_model(config, load_data(config), 0)
 
 
 def test_a_model_for_text_needs_a_tokenizer():
