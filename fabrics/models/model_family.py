@@ -239,6 +239,11 @@ class TransformersFamily:
                 )
             model.config.id2label = dict(enumerate(names))
             model.config.label2id = {name: label for label, name in enumerate(names)}
+        if self.task == "causal_lm" and model.device.type != "meta" and _sees_later_tokens(model):
+            raise ConfigError(
+                f"model_config.name: this {model.config.model_type} model sees the tokens that it is to predict; "
+                f'"is_decoder": true in its config.json hides them'
+            )
         if hasattr(model.config, "use_cache"):
             model.config.use_cache = False  # a cache of keys and values is only for generation
         return model
@@ -283,6 +288,14 @@ class TransformersFamily:
                 f"model_type: causal_lm takes language models of any architecture"
             )
         return values
+
+
+@torch.no_grad()
+def _sees_later_tokens(model: nn.Module) -> bool:
+    model.eval()
+    later = (0, model.config.vocab_size - 1)
+    first, second = (model(input_ids=torch.tensor([[0, token]])).logits[0, 0] for token in later)
+    return not torch.allclose(first, second, rtol=1e-3, atol=1e-4)
 
 
 def _load_failed(name: str, error: Exception) -> ConfigError:

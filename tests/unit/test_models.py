@@ -11,6 +11,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
+    BertConfig,
     GPT2Config,
     MistralConfig,
     PreTrainedTokenizerFast,
@@ -193,6 +194,20 @@ def test_values_for_generation_that_the_library_refuses_to_save_stay_with_the_mo
     save_model(model, tokenizer, tmp_path / "again")
     assert json.loads((tmp_path / "again" / file).read_text()) == values
     assert model.generation_config.temperature == 0.9
+
+
+@pytest.mark.parametrize("is_pretrained", [True, False])
+def test_a_model_that_sees_the_tokens_to_predict_is_no_language_model(tokenizer, tmp_path, is_pretrained):
+    sizes = {**SMALL, "vocab_size": len(tokenizer), "max_position_embeddings": 32}
+    for is_decoder in (True, False):
+        settings = {"name": str(tmp_path / str(is_decoder)), "pretrained": is_pretrained}
+        AutoModelForCausalLM.from_config(BertConfig(**sizes, is_decoder=is_decoder)).save_pretrained(settings["name"])
+        if is_decoder:
+            build_model("causal_lm", settings, tokenizer, 9, 0)
+    with pytest.raises(
+        ConfigError, match=r"^model_config\.name: this bert model sees the tokens that it is to predict"
+    ):
+        build_model("causal_lm", settings, tokenizer, 9, 0)
 
 
 def test_a_model_of_any_architecture_needs_a_name_and_has_its_values(tokenizer):
