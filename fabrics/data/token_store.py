@@ -197,6 +197,7 @@ def tokenised(folder: Path, recipe: Recipe, cache: bool) -> TokenisedSet:
 
     cache: the folder belongs to the cache: a damaged set is made again.
     """
+    folder = folder.absolute()  # the current folder has a name as well
     lock = folder.with_name(f".{folder.name}.lock")
     partial = folder.with_name(f"{folder.name}.partial")
     try:

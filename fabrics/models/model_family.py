@@ -221,7 +221,8 @@ class TransformersFamily:
         tokenizer = demands.tokenizer
         if tokenizer is None:
             raise ConfigError("model_type: this model reads text, and the dataset has no tokenizer")
-        model = self._pretrained(settings) if is_pretrained(settings) else self._from_scratch(settings, tokenizer)
+        make = self._pretrained if is_pretrained(settings) else self._from_scratch
+        model = make(settings, tokenizer)
         if model.config.vocab_size < vocabulary_size(tokenizer):
             raise ConfigError(
                 f"model_config.vocab_size: the model has {model.config.vocab_size} tokens, the tokenizer "
@@ -248,13 +249,19 @@ class TransformersFamily:
             model.config.use_cache = False  # a cache of keys and values is only for generation
         return model
 
-    def _pretrained(self, settings: Mapping[str, Any]) -> nn.Module:
+    def _pretrained(self, settings: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> nn.Module:
         self._named_architecture(settings["name"])
         options = {"dtype": torch.float32, "use_safetensors": True, "trust_remote_code": False}
         try:
-            return self.auto_class.from_pretrained(settings["name"], **options, **architecture_values(settings))
+            model = self.auto_class.from_pretrained(settings["name"], **options, **architecture_values(settings))
         except (OSError, ValueError, TypeError, RuntimeError, SafetensorError) as error:
             raise _load_failed(settings["name"], error) from None
+        generation = getattr(model, "generation_config", None)
+        if generation is not None:
+            ends = generation.eos_token_id
+            if tokenizer.eos_token_id not in (ends if isinstance(ends, list) else [ends]):  # not the model's tokenizer
+                generation.eos_token_id = model.config.eos_token_id = tokenizer.eos_token_id
+        return model
 
     def _from_scratch(self, settings: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> nn.Module:
         name = settings.get("preset") or settings.get("name") or "demo"

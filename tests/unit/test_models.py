@@ -138,6 +138,16 @@ def test_a_saved_folder_is_a_pretrained_model(tokenizer, tmp_path, model_type, a
     assert not torch.equal(next(fresh.parameters()), next(model.parameters()))
 
 
+def test_a_pretrained_model_ends_texts_with_the_token_of_another_tokenizer(tokenizer, tmp_path):
+    model = build_model("microllama", {"preset": "demo"}, tokenizer, 9, 3)
+    model.generation_config.eos_token_id = [5, 6]
+    save_model(model, tokenizer, tmp_path)
+    settings = {"name": str(tmp_path), "pretrained": True}
+    assert build_model("microllama", settings, tokenizer, 9, 3).generation_config.eos_token_id == tokenizer.eos_token_id
+    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(6)
+    assert build_model("microllama", settings, tokenizer, 9, 3).generation_config.eos_token_id == [5, 6]
+
+
 SMALL = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
 
 
