@@ -120,6 +120,12 @@ class Clocks:
         self._link_free = [end] * len(self._link_free)
         self._under_way.clear()
 
+    def receive(self, trainer: int, nodes: Collection[int]) -> None:
+        """Let these nodes of a trainer wait for its messages under way, which end for its other nodes."""
+        for exchange in self._under_way.pop(trainer, []):
+            for node in nodes:
+                self._wait(node, exchange.arrives.get(node, 0.0), exchange.seconds)
+
     def round(
         self,
         trainer: int,
@@ -270,6 +276,9 @@ class RunClock:
         if moved:
             came = sum(len({*own} - {*self._nodes.get(trainer, own)}) for trainer, own in nodes.items())
             self.clocks.exchange_all(redistribution_exchange(came, moved).link, self._idle)
+        for trainer, own in nodes.items():
+            if {*self._nodes.get(trainer, own)} - {*own}:  # after workers have left, the others start together
+                self.clocks.receive(trainer, own)
         self._redistributed_bytes = redistributed_bytes
         self._nodes = nodes
 

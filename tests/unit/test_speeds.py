@@ -376,6 +376,19 @@ def test_without_a_barrier_all_nodes_take_equally_long(tmp_path):
     assert log.summary()["waiting_share"] == 0
 
 
+def test_a_node_that_left_does_not_wait_for_what_was_on_its_way(tmp_path):
+    """The others do, before their next step: they start together from what arrives."""
+    values = {"number_of_initial_trainers": 1, "node_schedule": [[0.0, 4], [0.5, 2]], "node_speeds": [1.0] * 4}
+    method = {"distributed_algo": "StreamingDiLoCo", "synchronisation": {"fragments": 1}, "link": "9s"}
+    rows, log, _ = logged(tmp_path, INITIAL_BATCH_SIZE=4, number_of_outer_steps=4, **values | method)
+    spent = log.state_dict()["clock"]["clocks"]["spent"]
+    for kind in ("busy", "waiting", "exchanging"):
+        of_nodes = [sum(row[kind] for row in rows if row["node"] == node) for node in range(4)]
+        assert of_nodes == pytest.approx([node[kind] for node in spent])
+    third = [row for row in rows if row["outer_step"] == 3]
+    assert [(row["node"], row["exchanging"]) for row in third] == [(0, 9), (1, 9)]
+
+
 def test_without_given_speeds_the_clock_shows_measured_seconds(tmp_path):
     rows, log, rounds = logged(tmp_path)
     workers = [worker for result in rounds for worker in result.reports[0].workers.values()]
