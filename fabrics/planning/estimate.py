@@ -280,7 +280,7 @@ class _Run:
         workers = self.most_workers(batch)
         found = {"batch": batch, "workers": self.workers_of(batch)[-1]}
         if config.number_of_outer_steps is None and most_tokens is None:
-            return found
+            return found | {"workers": workers}  # of the last trainer, if all merge
 
         living = 0
         tokens = 0
@@ -365,7 +365,10 @@ class _Run:
 def _assumptions(run: _Run, adapts: bool, ends: bool) -> Iterator[str]:
     config = run.config
     if adapts:
-        yield "ranges: all trainers have one constant batch, from the least to the largest; a growing one lies between"
+        yield (
+            "ranges: all trainers have one constant batch, from the least to the largest; growing ones end between, "
+            "unless trainers differ"
+        )
     if config.objective == "time":
         yield "objective: time chooses method, workers, batch and inner steps, which is ignored"
     if run.on_host and config.processes == "auto" and run.nodes > 1:

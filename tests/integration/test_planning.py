@@ -267,6 +267,11 @@ def test_a_batch_grows_to_the_limit_or_to_the_data_of_its_trainer():
     assert estimated(**values).ranges["batch"] == (4, 4)
 
 
+def test_the_last_trainer_has_all_nodes_also_if_the_length_is_unknown():
+    found = estimated(number_of_outer_steps=None, number_of_training_epochs=1, number_of_initial_trainers=2)
+    assert found.ranges["workers"] == (2, 4)
+
+
 def test_a_schedule_gives_the_least_and_the_largest_batch():
     """The four nodes of the first half of the run are too many for the second."""
     values = {"number_of_initial_trainers": 1, "INITIAL_BATCH_SIZE": 16, "smallest_worker_batch": 4}
