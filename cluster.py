@@ -419,6 +419,17 @@ class Cluster:
         local_part = self.models.first.local_part
         for trainer, values in living.items():
             self.trainers[trainer].load_state_dict(values, lambda group, name: local_part(read(group, name)))
+        self._check_max_batches(state["nodes"]["max_batches"])
+
+    def _check_max_batches(self, saved: Sequence[int]) -> None:
+        """Warn if nodes hold fewer examples than before a resume, and batches may be larger than that."""
+        smallest = min(node.max_batch for node in self.nodes)
+        largest_request = max(trainer.largest_request for trainer in self.trainers.values())
+        if len(saved) == len(self.nodes) and smallest < min(saved) and smallest < largest_request:
+            self.warnings.append(
+                f"max_batch_size: a node holds {smallest:,} examples, and held {min(saved):,} before the run was "
+                f"resumed: larger steps have other micro-batches than without the interruption, and other bits"
+            )
 
     def resume(self, checkpoint: Checkpoint) -> None:
         """Restore a checkpoint; problems of newer checkpoints become warnings."""

@@ -185,6 +185,23 @@ def test_the_memory_of_state_and_rounds_is_set_aside(monkeypatch, values, owners
     assert {node.max_batch for trainer in cluster.trainers.values() for node in trainer.nodes} == {64}
 
 
+def test_a_resumed_run_says_that_its_max_batch_is_smaller(monkeypatch):
+    """A trainer never requests more than its 24 examples."""
+    config = make_config(model_config=TINY_ARCHITECTURE, max_batch_size=None)
+
+    def measuring(found: int) -> Cluster:
+        monkeypatch.setattr(max_batch, "calculate_max_batch", lambda *arguments: found)
+        return Cluster(config, tiny_data())
+
+    for held, found, warnings in ((64, 32, 0), (16, 32, 0), (16, 16, 0), (16, 8, 1)):
+        before = measuring(held)
+        tensors = before.tensors()
+        resumed = measuring(found)
+        resumed.load_state_dict(before.state_dict(), lambda group, name, tensors=tensors: tensors[group][name])
+        assert len(resumed.warnings) == warnings
+    assert "holds 8 examples, and held 16" in resumed.warnings[0]
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", [name for name, method in METHODS.items() if method().capabilities.message_tensors])
 def test_a_process_holds_the_messages_of_its_workers(monkeypatch, name, dtype):
