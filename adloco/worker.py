@@ -569,8 +569,7 @@ class Worker:
             incoming = self._links.mean(flat)
             incoming.add(self.index, PLAIN.encode(self._state[COPY]))
             flat, _ = incoming.result()
-        names = {parameter: name for name, parameter in self._model.module.named_parameters()}
-        return {names[parameter]: place.clone() for parameter, place in self._model.views(flat).items()}
+        return {block.name: flat[block.slice].view(block.shape).clone() for block in self._model.blocks}
 
     # State
 

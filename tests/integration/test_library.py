@@ -133,6 +133,13 @@ def test_the_parameters_of_one_worker_are_those_of_its_model(method):
     assert all(torch.equal(trained[name], parameter) for name, parameter in loop.model.named_parameters())
 
 
+def test_parameters_that_were_frozen_later_are_returned():
+    loop = Regression()
+    loop.train(3)
+    loop.model.requires_grad_(False)
+    assert list(loop.worker.trained_parameters()) == ["0.weight", "0.bias", "2.weight", "2.bias"]
+
+
 @pytest.mark.parametrize("autocast", [False, True])
 def test_one_worker_is_plain_training(autocast):
     """One worker equals a plain loop with a schedule of PyTorch, also in bfloat16."""
