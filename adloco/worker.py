@@ -631,6 +631,7 @@ class Worker:
         self._values = dict(state["values"])
         self._control.load_state_dict(state["batch"])
         self._examples = state["examples"]
+        self._cursor = None
         if self._examples:
             self._cursor = DataCursor(Subsets(self._config.training_seed, self._examples), [0])
             self._cursor.positions[0] = state["position"]

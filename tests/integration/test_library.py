@@ -1,5 +1,6 @@
 """AdLoCo as a library: a loop over adloco.Worker trains what `python run.py` trains."""
 
+import copy
 import dataclasses
 import signal
 
@@ -104,6 +105,14 @@ def test_a_resumed_loop_equals_an_uninterrupted_one(tmp_path):
         resumed.worker.load_state_dict(state)
         for expected, found in zip(whole, resumed.train(24), strict=True):
             assert torch.equal(expected, found)
+
+
+def test_the_state_before_the_first_step_begins_again():
+    loop = Regression()
+    initial = copy.deepcopy(loop.worker.state_dict())
+    first = loop.train(3)
+    loop.worker.load_state_dict(initial)
+    assert all(torch.equal(before, again) for before, again in zip(first, loop.train(3), strict=True))
 
 
 def test_no_example_repeats_in_the_samples_of_the_statistics():
