@@ -599,7 +599,11 @@ class Worker:
         return {"shared": dict(self._shared), "worker": {**self._state, "parameters": self._model.parameters.data}}
 
     def _identity(self) -> dict[str, Any]:
-        return {"seed": self._config.training_seed, "optimizer_type": type(self._optimizer).__name__}
+        return {
+            "seed": self._config.training_seed,
+            "method": self._config.distributed_algo,
+            "optimizer_type": type(self._optimizer).__name__,
+        }
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

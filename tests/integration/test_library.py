@@ -290,7 +290,7 @@ def test_processes_begin_alike_or_not_at_all(two_processes):
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
-        ({"method": "LocalSGD"}, "of another model or method; it differs in velocity"),
+        ({"method": "LocalSGD"}, "must be of a worker with method LocalSGD, got DiLoCo"),
         ({"seed": 3}, "must be of a worker with seed 3, got 0"),
     ],
 )
