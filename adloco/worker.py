@@ -468,6 +468,10 @@ class Worker:
             measurement=measurement_of(config, self.workers, self._control.measures(self.rounds + 1)),
         )
 
+    @property
+    def _learning_rate(self) -> float:
+        return float(self._optimizer.param_groups[0]["lr"])  # schedulers change a tensor in place
+
     def _make_group(self, inner_steps: int, batches: list[int]) -> Group:
         self._events = []
         decay = self._optimizer.param_groups[0].get("weight_decay", 0.0)
@@ -485,7 +489,7 @@ class Worker:
                 batches=batches,
                 random=partial(method_generator, RoundKey(self._config.training_seed, 0, 0, self.rounds)),
             ),
-            inner=Inner(decay, self._update_shared, self._optimizer.param_groups[0]["lr"]),
+            inner=Inner(decay, self._update_shared, self._learning_rate),
             outer=Outer(self._config.learning_rate_for_outer_opt, self._config.outer_momentum, dtype),
             events=self._events,
         )
@@ -501,7 +505,7 @@ class Worker:
         group = self._round.group
         method = self._method
         group.clock.step = self._round.step
-        group.inner.learning_rate = self._optimizer.param_groups[0]["lr"]
+        group.inner.learning_rate = self._learning_rate
         (local,) = group.local_workers
         computed = local.parameters if local.gradient is None else local.gradient
         if not computed.sum(dtype=torch.float32).isfinite():

@@ -149,6 +149,16 @@ def test_parameters_that_were_frozen_later_are_returned():
     assert list(loop.worker.trained_parameters()) == ["0.weight", "0.bias", "2.weight", "2.bias"]
 
 
+@pytest.mark.parametrize("rate", [1e-3, torch.tensor(1e-3)])
+def test_a_learning_rate_may_be_a_tensor(rate):
+    """Schedulers change it in place; FDA compares it with that of the previous round."""
+    loop = Regression(method="FDA")
+    loop.optimizer.param_groups[0]["lr"] = rate
+    loop.train(3)
+    torch.optim.lr_scheduler.LambdaLR(loop.optimizer, lambda step: 0.5)
+    assert loop.worker.state_dict()["values"]["learning_rate"] == pytest.approx(1e-3)
+
+
 @pytest.mark.parametrize("autocast", [False, True])
 def test_one_worker_is_plain_training(autocast):
     """One worker equals a plain loop with a schedule of PyTorch, also in bfloat16."""
