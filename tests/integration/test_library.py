@@ -288,6 +288,7 @@ def test_processes_begin_alike_or_not_at_all(two_processes):
         assert list(result["errors"]) == [
             "model, shapes",
             "model, types",
+            "optimizer",
             "trainable parameters",
             "arguments",
             "examples",

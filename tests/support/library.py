@@ -102,6 +102,8 @@ def begin_with_unlike_processes(interrupted: list[dict], alone: dict) -> dict:
     attempt("model, shapes", lambda: adloco.Worker(linear, torch.optim.SGD(linear.parameters(), lr=0.1)))
     small = nn.Linear(4, 1, dtype=(torch.float32, torch.float64)[rank])
     attempt("model, types", lambda: adloco.Worker(small, torch.optim.SGD(small.parameters(), lr=0.1)))
+    optimizer = (torch.optim.SGD, torch.optim.Adam)[rank]
+    attempt("optimizer", lambda: adloco.Worker(model, optimizer(model.second.parameters(), lr=0.1)))
     model.first.requires_grad_(rank == 1)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     attempt("trainable parameters", lambda: adloco.Worker(model, torch.optim.SGD(trained, lr=0.1)))
