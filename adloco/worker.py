@@ -743,6 +743,8 @@ def _check_model(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         raise ValueError("optimizer: must have exactly the model's trainable parameters")
     if len({parameter.device for parameter in trainable}) != 1:
         raise ValueError("model: all trainable parameters must be on one device")
+    if any(parameter.is_complex() for parameter in trainable):
+        raise ValueError("model: trainable parameters must be real, not complex")
     if any(state.get("step", 1) for state in optimizer.state.values()):  # Adagrad's has step 0 when it is new
         raise ValueError("optimizer: must be new; load its state with Worker.load_state_dict")
     if isinstance(optimizer, torch.optim.LBFGS | torch.optim.SparseAdam):

@@ -383,6 +383,9 @@ def test_models_and_optimizers_that_cannot_be_used_are_refused():
         adloco.Worker(model, torch.optim.SGD(model.parameters(), lr=0.1))
     with pytest.raises(ValueError, match=r"^optimizer: must have exactly"):
         adloco.Worker(model, torch.optim.SGD(model[0].parameters(), lr=0.1))
+    numbers = nn.Linear(2, 1, dtype=torch.complex64)
+    with pytest.raises(ValueError, match=r"^model: trainable parameters must be real"):
+        adloco.Worker(numbers, torch.optim.SGD(numbers.parameters(), lr=0.1))
     with pytest.raises(ValueError, match=r"^optimizer: LBFGS needs closures"):
         adloco.Worker(model[0], torch.optim.LBFGS(model[0].parameters()))
     with pytest.raises(ValueError, match=r"^model: must be the module inside DataParallel"):
