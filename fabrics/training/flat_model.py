@@ -101,7 +101,8 @@ class FlatModel:
         self._lay_out(named)
 
     def _lay_out(self, named: Mapping[str, nn.Parameter]) -> None:
-        self.module.to(self.device)
+        if any(parameter.device != self.device for parameter in named.values()):
+            self.module.to(self.device)
         offsets, size = flat_offsets([parameter.numel() for parameter in named.values()])
         dtype = next(iter(named.values())).dtype
         flat = torch.zeros(size, dtype=dtype, device=self.device)

@@ -159,6 +159,12 @@ def test_a_learning_rate_may_be_a_tensor(rate):
     assert loop.worker.state_dict()["values"]["learning_rate"] == pytest.approx(1e-3)
 
 
+def test_frozen_parameters_stay_on_their_device():
+    model = nn.Sequential(nn.Linear(2, 2, device="meta").requires_grad_(False), nn.Linear(2, 1))
+    adloco.Worker(model, torch.optim.SGD(model[1].parameters(), lr=0.1))
+    assert [parameter.device.type for parameter in model.parameters()] == ["meta", "meta", "cpu", "cpu"]
+
+
 @pytest.mark.parametrize("autocast", [False, True])
 def test_one_worker_is_plain_training(autocast):
     """One worker equals a plain loop with a schedule of PyTorch, also in bfloat16."""
