@@ -143,7 +143,7 @@ def matrices_of(blocks: tuple[Block, ...], chunk: int, top_k: int) -> tuple[Matr
     one shape come together.
     """
     by_sides: dict[tuple[int, int], list[slice]] = {}
-    for block in blocks:
+    for block in filter(lambda block: block.size, blocks):
         high = block.shape[0] if len(block.shape) > 1 else 1
         by_sides.setdefault((high, block.size // high), []).append(block.slice)
     found = []

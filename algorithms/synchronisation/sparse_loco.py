@@ -58,7 +58,7 @@ class SparseLoCo(Method):
         by_size: dict[int, list[slice]] = {}
         for block in blocks:
             by_size.setdefault(block.size, []).append(block.slice)
-        return [(part, TopK(len(part), self._chunks(size), self.bits)) for size, part in by_size.items()]
+        return [(part, TopK(len(part), self._chunks(size), self.bits)) for size, part in by_size.items() if size]
 
     def _chunks(self, size: int) -> tuple[Chunks, ...]:
         full, rest = divmod(size, self.chunk)

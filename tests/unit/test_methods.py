@@ -665,3 +665,10 @@ def test_workers_that_groups_do_not_divide_are_refused_before_work_starts():
     values = {"number_of_initial_trainers": 1, "devices": ["cpu"], "smallest_worker_batch": None}
     with pytest.raises(ConfigError, match=r"^synchronisation.group: must divide the 3 workers of a trainer, got 2$"):
         tiny_cluster(distributed_algo="NoLoCo", nodes_per_gpu=3, **values)
+
+
+def test_parameters_without_elements_are_not_sent():
+    blocks = [Block("weight", 0, (4, 8)), Block("empty", 32, (0, 3))]
+    assert METHODS["DeMo"]().matrices(blocks) == METHODS["DeMo"]().matrices(blocks[:1])
+    sent = METHODS["SparseLoCo"]().capabilities.bytes_per_round
+    assert sent(2, 0, 0, blocks, torch.float32) == sent(2, 0, 0, blocks[:1], torch.float32)
