@@ -1,6 +1,6 @@
 """The Trainer of Hugging Face, with a worker: each of its steps is an inner step.
 
-    python examples/hugging_face_trainer.py MODEL TEXT [--steps 100] [--output fine_tuned]
+    python examples/hugging_face_trainer.py MODEL TEXT [--lora] [--steps 100] [--output fine_tuned]
 
 Logs, evaluation, callbacks, learning rates and checkpoints are the Trainer's. The worker chooses the examples, and
 brings the processes together. Options, and torchrun, as for fine_tune.py.
@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Trainer, TrainingA
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import adloco
-from examples.fine_tune import parse, sequences
+from examples.fine_tune import parse, sequences, with_adapters
 
 
 class InnerStep(torch.optim.Optimizer):
@@ -72,8 +72,11 @@ def train(options: argparse.Namespace, resume: str | None = None) -> dict:
     """Train, save, and return the trained parameters; resume: a checkpoint of this worker."""
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32)
+    if options.lora:
+        model = with_adapters(model)
     examples = [{"input_ids": ids, "labels": ids} for ids in sequences(tokenizer, options.text, options.length)]
-    optimizer = torch.optim.AdamW(model.parameters(), lr=options.rate)
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=options.rate)
     batch = adloco.AdaptiveBatch("norm_test", initial=8, max_micro_batch=8, largest=64)
     worker = adloco.Worker(model, optimizer, method="DiLoCo", inner_steps=10, batch=batch, gradient_clipping=1.0)
     # The worker has found the other processes. The Trainer must not: it would average all gradients.
@@ -81,7 +84,7 @@ def train(options: argparse.Namespace, resume: str | None = None) -> dict:
         os.environ.pop(name, None)
     arguments = TrainingArguments(
         output_dir=f"{options.output}/worker_{worker.index}",
-        max_steps=options.steps,
+        max_steps=-(-options.steps // 10) * 10,  # whole rounds
         use_cpu=True,  # on a GPU the model must be there before the worker is made
         max_grad_norm=0.0,  # the worker clips
         gradient_accumulation_steps=1,  # and accumulates

@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import signal
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 import adloco
 from adloco import local_processes
-from examples import fine_tune, own_loop
+from examples import fine_tune, hugging_face_trainer, own_loop
 from fabrics.data import python_docs
 from run import train
 from tests.support.library import (
@@ -465,6 +466,15 @@ def test_the_trainer_of_hugging_face_makes_the_steps_of_a_loop(fine_tuning):
     for name, expected in loop.items():
         for found in (parameters[name] for result in results for parameters in result):
             assert torch.equal(expected, found), name
+
+
+@pytest.mark.usefixtures("programs")
+def test_the_trainer_of_hugging_face_trains_adapters_in_whole_rounds(fine_tuning):
+    pytest.importorskip("peft")
+    options = fine_tune.parse([*fine_tuning, "--lora", "--steps", "5"])
+    first, second = adloco.launch(hugging_face_trainer.train, options, processes=2)
+    assert all("lora" in name and torch.equal(parameter, second[name]) for name, parameter in first.items())
+    assert Path(options.output, "worker_1", "checkpoint-10", "optimizer.pt").exists()
 
 
 @pytest.mark.usefixtures("programs")
