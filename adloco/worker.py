@@ -143,7 +143,7 @@ class Worker:
         warning: why the last batch test decided nothing; None if it did.
 
     Raises:
-        ConfigError: an argument is wrong; one line per problem.
+        ConfigError: an argument is wrong; one line per problem. It is a ValueError.
         ValueError: the model, the optimizer or the method cannot be used, or the processes differ in them.
     """
 
