@@ -208,6 +208,16 @@ def test_resume_auto_does_not_rename_a_folder_that_is_no_run(tmp_path, cache_dir
     assert list(other.parent.iterdir()) == [other]
 
 
+def test_resume_auto_does_not_rename_a_file(tmp_path, cache_dir, capsys):
+    other = tmp_path / "logs" / "mine"
+    other.parent.mkdir()
+    other.write_text("of the user")
+    config = str(write_config(tmp_path, cache_dir, run_name="mine"))
+    assert program.main(["--config", config, "--resume", "auto"]) == 2
+    assert f"error: run_name: {other} is not the folder of a run" in capsys.readouterr().err
+    assert other.read_text() == "of the user"
+
+
 def test_another_log_dir_moves_no_run(whole):
     _, (warning,) = resumed_config(whole, ["log_dir=elsewhere"], False, CHECKS)
     assert warning.startswith("log_dir: has no effect with --resume")

@@ -110,8 +110,8 @@ def check_logs(config: Config, anew: bool) -> None:
         if anew and folder.exists():
             raise ConfigError(f"run_name: {folder} exists; choose another name, or continue it with --resume {folder}")
         # make_run_folder renames the folder of an attempt, which has nothing but a lock before its report folder.
-        names = os.listdir(folder) if folder.exists() else []
-        if names not in ([], [".lock"]) and REPORT_FOLDER not in names:
+        names = os.listdir(folder) if folder.is_dir() else []
+        if folder.is_file() or (names not in ([], [".lock"]) and REPORT_FOLDER not in names):
             raise ConfigError(f"run_name: {folder} is not the folder of a run; choose another name")
 
 
