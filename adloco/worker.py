@@ -187,7 +187,8 @@ class Worker:
         self._connect()
         self._optimizer = optimizer
         self._scaler = scaler
-        self._model = FlatModel(model, optimizer.param_groups[0]["params"][0].device)
+        trainable = next(parameter for parameter in model.parameters() if parameter.requires_grad)
+        self._model = FlatModel(model, trainable.device)
         self._places = self._model.views(self._model.parameters.data)
         self._gradients = self._model.views(self._model.gradient)
         with _naming_arguments():

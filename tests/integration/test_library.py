@@ -166,6 +166,14 @@ def test_frozen_parameters_stay_on_their_device():
     assert [parameter.device.type for parameter in model.parameters()] == ["meta", "meta", "cpu", "cpu"]
 
 
+def test_the_first_group_of_the_optimizer_may_be_empty():
+    """Optimizers with a group for matrices and one for the rest have it, where only biases are trained."""
+    model = nn.Linear(2, 1)
+    model.weight.requires_grad_(False)
+    groups = [{"params": []}, {"params": [model.bias], "weight_decay": 0.0}]
+    assert list(adloco.Worker(model, torch.optim.AdamW(groups)).trained_parameters()) == ["bias"]
+
+
 @pytest.mark.parametrize("autocast", [False, True])
 def test_one_worker_is_plain_training(autocast):
     """One worker equals a plain loop with a schedule of PyTorch, also in bfloat16."""
