@@ -423,11 +423,14 @@ class Cluster:
 
     def _check_max_batches(self, saved: Sequence[int]) -> None:
         """Warn if nodes hold fewer examples than before a resume, and batches may be larger than that."""
-        smallest = min(node.max_batch for node in self.nodes)
+        if len(saved) != len(self.nodes):
+            return
         largest_request = max(trainer.largest_request for trainer in self.trainers.values())
-        if len(saved) == len(self.nodes) and smallest < min(saved) and smallest < largest_request:
+        fewer = [(node.max_batch, held) for node, held in zip(self.nodes, saved, strict=True) if node.max_batch < held]
+        smallest, held = min(fewer, default=(largest_request, 0))
+        if smallest < largest_request:
             self.warnings.append(
-                f"max_batch_size: a node holds {smallest:,} examples, and held {min(saved):,} before the run was "
+                f"max_batch_size: a node holds {smallest:,} examples, and held {held:,} before the run was "
                 f"resumed: larger steps have other micro-batches than without the interruption, and other bits"
             )
 

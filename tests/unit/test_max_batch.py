@@ -202,6 +202,21 @@ def test_a_resumed_run_says_that_its_max_batch_is_smaller(monkeypatch):
     assert "holds 8 examples, and held 16" in resumed.warnings[0]
 
 
+def test_a_resumed_run_compares_each_nodes_max_batch_with_its_own(monkeypatch):
+    """One node held fewer from the start, or since it ran out of memory."""
+    config = make_config(model_config=TINY_ARCHITECTURE, max_batch_size=None)
+    monkeypatch.setattr(max_batch, "calculate_max_batch", lambda *arguments: 16)
+    before = Cluster(config, tiny_data())
+    before.pool.set_max_batches({node.id: 4 if node.id == 0 else 16 for node in before.nodes})
+    state, tensors = before.state_dict(), before.tensors()
+    for found, warnings in ((16, 0), (8, 1)):
+        monkeypatch.setattr(max_batch, "calculate_max_batch", lambda *arguments, found=found: found)
+        resumed = Cluster(config, tiny_data())
+        resumed.load_state_dict(state, lambda group, name: tensors[group][name])
+        assert len(resumed.warnings) == warnings
+    assert "holds 8 examples, and held 16" in resumed.warnings[0]
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", [name for name, method in METHODS.items() if method().capabilities.message_tensors])
 def test_a_process_holds_the_messages_of_its_workers(monkeypatch, name, dtype):
