@@ -257,7 +257,7 @@ class TransformersFamily:
         except (OSError, ValueError, TypeError, RuntimeError, SafetensorError) as error:
             raise _load_failed(settings["name"], error) from None
         generation = getattr(model, "generation_config", None)
-        if generation is not None:
+        if generation is not None and tokenizer.eos_token_id is not None:
             ends = generation.eos_token_id
             if tokenizer.eos_token_id not in (ends if isinstance(ends, list) else [ends]):  # not the model's tokenizer
                 generation.eos_token_id = model.config.eos_token_id = tokenizer.eos_token_id

@@ -146,6 +146,8 @@ def test_a_pretrained_model_ends_texts_with_the_token_of_another_tokenizer(token
     assert build_model("microllama", settings, tokenizer, 9, 3).generation_config.eos_token_id == tokenizer.eos_token_id
     tokenizer.eos_token = tokenizer.convert_ids_to_tokens(6)
     assert build_model("microllama", settings, tokenizer, 9, 3).generation_config.eos_token_id == [5, 6]
+    tokenizer.eos_token = None  # as conversations may have it
+    assert build_model("microllama", settings, tokenizer, 9, 3).generation_config.eos_token_id == [5, 6]
 
 
 SMALL = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
