@@ -333,6 +333,8 @@ def set_up(
         memory = min(processes.gather(min(device_memory(device)[0] for device in processes.own_devices)))
         devices = len(processes.devices) // config.nodes_per_gpu * config.devices_per_node
         on_gpus = processes.devices[0].type == "cuda"
+        if not on_gpus:  # the processes of a node share the memory of their host
+            memory //= config.devices_per_node
         config, choice = with_chosen_memory(config, devices, memory, on_gpus)
         if processes.is_main:
             logger.info(choice)
@@ -391,7 +393,7 @@ def train_and_record(cluster: "Cluster", recorder: "Observer", folder: Path) -> 
     try:
         with StopRequest(speaks=processes.is_main) as stop:
             evaluations = cluster.train(recorder, folder, stop)
-        models = cluster.save_models(models_folder, recorder)
+            models = cluster.save_models(models_folder, recorder)
         if cluster.interrupted:
             status = "interrupted"
             code = interrupted
