@@ -209,6 +209,8 @@ def fit(run: RunData, share: float = 1.0) -> RunFit:
     largest = math.inf
     if config["max_requested_batch"] is not None and fitted:
         largest = float(config["max_requested_batch"] * len(fitted[-1]))
+    if config.get("switch_mode") == "only_data_loader" and fitted:  # no worker uses more than one micro-batch
+        largest = min(largest, float((fitted[-1]["nodes"] * fitted[-1]["max_batch"]).sum()))
     return RunFit(
         laws=fit_laws(batches, largest),
         batches=batches,

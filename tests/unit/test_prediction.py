@@ -103,7 +103,8 @@ def made_run(
         communications += int(nodes > 1) + (number == merge_after)
         rows += [
             {"outer_step": number, "trainer_id": trainer, "tokens": 10.0 * examples, "effective_batch": own,
-             "nodes": workers, "inner_steps": steps, "examples": examples, "communications": communications}
+             "nodes": workers, "max_batch": 8, "inner_steps": steps, "examples": examples,
+             "communications": communications}
             for trainer, own, workers in living
         ]  # fmt: skip
     merges = {merge_after: Merge(0, {0: 0.5, 1: 0.5})} if merge_after else {}
@@ -201,6 +202,12 @@ def test_a_lone_worker_communicates_nothing_and_a_largest_batch_makes_communicat
     per_round = 20 * 40
     first, second = (found.predict(count)[0] for count in (2e4, 4e4))
     assert second - first == pytest.approx(2e4 / per_round)
+
+
+def test_micro_batches_are_the_largest_batch_where_no_worker_accumulates():
+    batches = [16, 20, 24, 28, 32, *[32] * 20]
+    run = made_run(batches, nodes=4, switch_mode="only_data_loader")
+    assert fit(run).predict(20 * (sum(batches) + 32 * 100))[0] == pytest.approx(125)
 
 
 def test_too_few_rounds_are_refused():
