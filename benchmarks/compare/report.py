@@ -369,7 +369,8 @@ def _highest_shown(results: Results) -> float:
     if results.sign < 0:
         return max(ends)
     lowest = min(ends)
-    return max(_SMALLEST_RANGE * lowest, min(1.1 * max(ends), _HIGHEST_END * lowest))
+    best_mean = min(statistics.fmean(results.finals(name).values()) for name in _completed(results))
+    return max(1.1 * best_mean, _SMALLEST_RANGE * lowest, min(1.1 * max(ends), _HIGHEST_END * lowest))
 
 
 def _left_out(results: Results) -> str:
@@ -397,7 +398,7 @@ def draw_curves(results: Results) -> Figure:
     lowest = min(value for name in results.methods for value in results.finals(name).values())
     names = _completed(results)
     # A character takes 0.07 inches, the line and the marker before a name 0.6.
-    columns = min(4, len(names), int(_WIDTH / (0.6 + 0.07 * max(map(len, names)))))
+    columns = max(1, min(4, len(names), int(_WIDTH / (0.6 + 0.07 * max(map(len, names))))))
     lines = math.ceil(len(names) / columns)
     figure, panels = make_figure(len(labels), 2, (_WIDTH, 5.2 * math.ceil(len(labels) / 2) + 0.25 * lines))
     for axes, (axis, label) in zip(panels, labels.items(), strict=True):

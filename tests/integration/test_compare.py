@@ -306,6 +306,20 @@ def test_long_names_fit_in_the_figure_and_the_caption_names_what_it_leaves_out()
     assert "Above it end: LoCoDL (49.10)." in page(read["methods"])
 
 
+def test_seeds_that_end_far_apart_and_a_name_as_wide_as_the_figure_are_drawn():
+    raw = json.loads((ROOT / "docs" / "results" / "parts.json").read_text(encoding="utf-8"))
+    for entry in (*raw["comparison"]["methods"], *raw["outcomes"]):
+        key = "method" if "method" in entry else "name"
+        entry[key] = entry[key].ljust(210, "x")
+    raw["comparison"]["reference"] = raw["comparison"]["reference"].ljust(210, "x")
+    for run in raw["outcomes"]:
+        if run["seed"] != raw["comparison"]["seeds"][0]:
+            run["curves"]["metric"] = [100.0 * metric for metric in run["curves"]["metric"]]
+            run["final_metric"] *= 100.0
+    axes = draw_curves(Results(raw)).axes[0]
+    assert min(line.get_ydata()[-1] for line in axes.get_lines()) <= axes.get_ylim()[1]
+
+
 def test_curve_of_each_method_ends_in_every_panel():
     """Identical curves stay visible: the reference is wide and lies below the others."""
     results = Results(json.loads((ROOT / "docs" / "results" / "parts.json").read_text(encoding="utf-8")))
