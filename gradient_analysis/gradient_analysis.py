@@ -24,7 +24,7 @@ from transformers.utils.logging import disable_progress_bar
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from algorithms.batch.per_example import UnsupportedModuleError
+from algorithms.batch.per_example import PerExampleProbe, UnsupportedModuleError
 from fabrics.config_checks import CHECKS
 from fabrics.data.dataset_loader import load_data
 from fabrics.data.examples import TaskData
@@ -149,11 +149,15 @@ def _load(config: AnalysisConfig, training: Config, device: torch.device) -> tup
     if config.batch_size > count:
         raise ConfigError(f"batch_size: must be at most the {count} examples of the sample, got {config.batch_size}")
     try:
-        return data, FlatModel(initial_model(training, data, 0), device)
+        working = FlatModel(initial_model(training, data, 0), device)
+        PerExampleProbe(working.module, 1)
     except ConfigError:
         raise
+    except UnsupportedModuleError as error:
+        raise ConfigError(f"model: cannot be analysed: {error.problem}") from None
     except ValueError as error:
         raise ConfigError(f"model: {error}") from None
+    return data, working
 
 
 def last_request(model: Path) -> int | None:

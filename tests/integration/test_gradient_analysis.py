@@ -332,6 +332,14 @@ def test_a_model_of_another_type_or_with_damaged_weights_is_an_error(analysed, t
         analyse(asked)
 
 
+def test_a_model_without_per_example_gradients_is_refused_before_the_work(analysed, tmp_path, monkeypatch):
+    run, _, _ = analysed
+    monkeypatch.setattr(gradient_analysis, "initial_model", lambda *_: nn.Sequential(nn.Bilinear(2, 2, 2)))
+    monkeypatch.setattr(gradient_analysis, "Gradients", None)
+    with pytest.raises(ConfigError, match=r"^model: cannot be analysed: .*'0' of class Bilinear \([^;]*$"):
+        analyse(AnalysisConfig(model=str(run), sample_size=8, output_dir=str(tmp_path)))
+
+
 def test_a_run_folder_stands_for_its_best_model_and_its_own_configuration(analysed):
     run, _, _ = analysed
     training, model = resolve_model(AnalysisConfig(model=str(run)))
