@@ -128,6 +128,7 @@ def test_a_store_that_is_gone_at_the_end_of_a_round_is_a_lost_process(monkeypatc
 
     monkeypatch.setattr(dist, "init_process_group", lambda *arguments, **options: None)
     store = Store()
+    store.set("rank 0", "")
     two = Processes(Rank(1, 2, 1, 2, 0), store, PeerWatch(store=store))
     with pytest.raises(PeerLostError, match="another process of the run is gone: Broken pipe"):
         two.gather_in_round(None)
@@ -159,6 +160,38 @@ threading.Event().wait()
 
 
 # Real processes
+
+
+STARTING = """
+from utils.distributed import peers, stall
+from utils.distributed.launch import Launch
+from utils.distributed.processes import meet
+peers.GRACE_SECONDS = 0.0
+stall.INTERVAL_SECONDS = 0.1
+stall.SHORTEST_SECONDS = 1.0
+with Launch(2, ["-c", CHILD]) as launch:
+    processes = meet(launch)
+    processes.gather(None)
+    processes.close()
+"""
+LATE = """
+import time
+from utils.distributed.processes import meet
+time.sleep(4.0)
+processes = meet()
+processes.gather(None)
+processes.close()
+"""
+
+
+def test_a_process_that_dies_before_it_connects_is_named(programs):
+    ended = programs.run("-c", "CHILD = 'import os; os.kill(os.getpid(), 9)'" + STARTING, status=1)
+    assert re.search(r"error: rank 1 \(process \d+\) was killed \(SIGKILL\)", ended.stderr)
+
+
+def test_a_process_that_comes_late_is_waited_for(programs):
+    """The first one waits for it in the store, and would have seen no answer of it."""
+    programs.run("-c", f"CHILD = {LATE!r}{STARTING}")
 
 
 LAUNCHING = """

@@ -66,7 +66,6 @@ class Processes:
     def __init__(self, rank: Rank | None = None, store: dist.Store | None = None, peers: PeerWatch | None = None):
         self._rank = rank or Rank(0, 1, 0, 1, 0)
         self._peers = peers or PeerWatch()
-        self.stalls = StallWatch(self._rank.number, self._rank.count, store, self._peers.left_reason, self._stalled)
         self._transport: Transport | None = None
         self._owners: tuple[int, ...] = ()
         self.count = self._rank.count
@@ -77,9 +76,14 @@ class Processes:
         self.shard_group = ShardGroup()
         if self.count > 1:
             with self._peers.explaining():
+                own = store.clone()  # while a thread waits with a connection, no other thread can use it
+                own.set(f"rank {self._rank.number}", "")
+                own.wait([f"rank {other}" for other in range(self.count)], _CONNECTING)
                 dist.init_process_group(
-                    "gloo", store=store, rank=self._rank.number, world_size=self.count, timeout=_BETWEEN_ROUNDS
+                    "gloo", store=own, rank=self._rank.number, world_size=self.count, timeout=_BETWEEN_ROUNDS
                 )
+        # It would wait in `store` for processes that have not come yet.
+        self.stalls = StallWatch(self._rank.number, self._rank.count, store, self._peers.left_reason, self._stalled)
 
     def place(
         self,
