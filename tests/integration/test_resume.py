@@ -208,6 +208,13 @@ def test_resume_auto_does_not_rename_a_folder_that_is_no_run(tmp_path, cache_dir
     assert list(other.parent.iterdir()) == [other]
 
 
+def test_a_start_takes_the_name_of_one_that_was_interrupted_before_its_first_file(tmp_path, cache_dir):
+    (tmp_path / "logs" / "mine").mkdir(parents=True)
+    config = str(write_config(tmp_path, cache_dir, run_name="mine", number_of_outer_steps=1))
+    assert program.main(["--config", config]) == 0
+    assert summary(tmp_path / "logs" / "mine")["outer_steps"] == 1
+
+
 def test_resume_auto_does_not_rename_a_file(tmp_path, cache_dir, capsys):
     other = tmp_path / "logs" / "mine"
     other.parent.mkdir()

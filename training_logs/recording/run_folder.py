@@ -107,11 +107,11 @@ def check_logs(config: Config, anew: bool) -> None:
         if Path(config.run_name).name != config.run_name:
             raise ConfigError(f"run_name: must be a name without a path, got {config.run_name!r}")
         folder = Path(config.log_dir, config.run_name)
-        if anew and folder.exists():
-            raise ConfigError(f"run_name: {folder} exists; choose another name, or continue it with --resume {folder}")
         # make_run_folder renames the folder of an attempt, which has nothing but a lock before its report folder.
-        names = os.listdir(folder) if folder.is_dir() else []
-        if folder.is_file() or (names not in ([], [".lock"]) and REPORT_FOLDER not in names):
+        begun = folder.is_dir() and os.listdir(folder) not in ([], [".lock"])
+        if anew and (begun or folder.is_file()):
+            raise ConfigError(f"run_name: {folder} exists; choose another name, or continue it with --resume {folder}")
+        if folder.is_file() or (begun and not (folder / REPORT_FOLDER).exists()):
             raise ConfigError(f"run_name: {folder} is not the folder of a run; choose another name")
 
 
