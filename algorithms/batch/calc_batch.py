@@ -153,9 +153,9 @@ def bounded_request(current: int, answer: int | None, max_batch_growth: float | 
     """
     if answer is None:
         return current
-    if max_batch_growth is not None:
+    if max_batch_growth is not None and answer > current * max_batch_growth:
         smallest_growth = 1 if max_batch_growth > 1.0 else 0
-        answer = min(answer, max(math.floor(min(answer, current * max_batch_growth)), current + smallest_growth))
+        answer = min(answer, max(math.floor(current * max_batch_growth), current + smallest_growth))
     return max(current, min(answer, max_request))
 
 
