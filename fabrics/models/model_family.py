@@ -240,7 +240,7 @@ class TransformersFamily:
                 )
             model.config.id2label = dict(enumerate(names))
             model.config.label2id = {name: label for label, name in enumerate(names)}
-        if self.task == "causal_lm" and model.device.type != "meta" and _sees_later_tokens(model):
+        if self.config_class is None and model.device.type != "meta" and _sees_later_tokens(model):
             raise ConfigError(
                 f"model_config.name: this {model.config.model_type} model sees the tokens that it is to predict; "
                 f'"is_decoder": true in its config.json hides them'
