@@ -193,11 +193,11 @@ FEW_STEPS = {
 # A plugin in float64: Llama's own norm computes in float32.
 DOUBLE = """
 from fabrics.models.model_family import MICROLLAMA, MODELS, TransformersFamily
-from tests.support.helpers import use_torch_norms
+from tests.support.helpers import in_one_type
 
 class Double(TransformersFamily):
     def model(self, settings, demands):
-        return use_torch_norms(super().model(settings, demands).double())
+        return in_one_type(super().model(settings, demands).double())
 
 MODELS["double"] = Double(**vars(MICROLLAMA))
 """

@@ -23,6 +23,7 @@ from fabrics.training.worker import Node
 from gradient_analysis.gradients import Gradients
 from tests.support.helpers import (
     LocalProcesses,
+    in_one_type,
     make_config,
     make_trainer,
     padded,
@@ -30,7 +31,6 @@ from tests.support.helpers import (
     random_sequences,
     tiny_llama,
     train,
-    use_torch_norms,
 )
 from tests.support.library import Regression
 from tests.support.runs import write_config
@@ -41,7 +41,7 @@ GPU = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cp
 
 
 def test_statistics_on_a_gpu_equal_the_cpu():
-    model = use_torch_norms(tiny_llama(tied=True))
+    model = in_one_type(tiny_llama(tied=True))
     ids = torch.from_numpy(random_sequences(6)).long()
     expected = per_example_statistics(model, {"input_ids": ids, "labels": ids})
     on_gpu = {"input_ids": ids.to(GPU), "labels": ids.to(GPU)}
@@ -51,7 +51,7 @@ def test_statistics_on_a_gpu_equal_the_cpu():
 
 def test_rounds_on_a_gpu_equal_the_cpu():
     config = make_config(INITIAL_BATCH_SIZE=8, ETA=0.5)
-    examples, model = PackedSequences(random_sequences(60)), use_torch_norms(tiny_llama())
+    examples, model = PackedSequences(random_sequences(60)), in_one_type(tiny_llama())
     expected = make_trainer(copy.deepcopy(model), config, examples)
     working = FlatModel(model, GPU)
     cursor = DataCursor(Subsets(config.training_seed, 60), [0])
@@ -102,7 +102,7 @@ def test_the_gradient_analysis_on_a_gpu_equals_the_cpu():
     results = []
     for device in (torch.device("cpu"), GPU):
         texts = padded([list(range(1, length)) for length in range(4, 20)])
-        gradients = Gradients(FlatModel(use_torch_norms(tiny_llama()), device), texts, np.arange(16), 5)
+        gradients = Gradients(FlatModel(in_one_type(tiny_llama()), device), texts, np.arange(16), 5)
         gradients.compute_full()
         batch = gradients.of_batch(np.array([1, 5, 9]))
         found = (gradients.loss, *dataclasses.astuple(batch), *dataclasses.astuple(gradients.example_statistics()))

@@ -34,7 +34,7 @@ from gradient_analysis.gradients import (
     draw_batches,
     requests,
 )
-from tests.support.helpers import CPU, padded, separable_texts, tiny_bert, tiny_llama, use_torch_norms
+from tests.support.helpers import CPU, in_one_type, padded, separable_texts, tiny_bert, tiny_llama
 from tests.support.runs import error_lines, record_run
 from training_logs.trackers.tracker import send_folder
 from utils.config.schema import ConfigError
@@ -114,7 +114,7 @@ def test_gradients_equal_a_loop_over_single_examples(kind):
         texts = padded([generator.integers(1, 61, length).tolist() for length in lengths])
 
     def make():
-        return tiny_bert() if kind == "bert" else use_torch_norms(tiny_llama(tied=kind == "tied llama"))
+        return tiny_bert() if kind == "bert" else in_one_type(tiny_llama(tied=kind == "tied llama"))
 
     model = make().eval()
     singles = []

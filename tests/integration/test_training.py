@@ -19,6 +19,7 @@ from tests.support.helpers import (
     Recorder,
     bits,
     budget_settings,
+    in_one_type,
     light_cluster,
     make_config,
     make_trainer,
@@ -31,7 +32,6 @@ from tests.support.helpers import (
     tiny_bert,
     tiny_llama,
     train,
-    use_torch_norms,
 )
 
 
@@ -48,7 +48,7 @@ def test_an_accumulated_step_equals_one_large_batch(batch, max_batch, plan, prob
         statistics_batch_size=2,
     )
     examples = PackedSequences(random_sequences(100))
-    model = use_torch_norms(tiny_llama())
+    model = in_one_type(tiny_llama())
     whole = make_trainer(copy.deepcopy(model), config, examples, nodes=1, max_batch=64)
     parts = make_trainer(copy.deepcopy(model), config, examples, nodes=1, max_batch=max_batch)
     assert whole.split_work().plans[0] == ExecutionPlan((batch,))
@@ -70,7 +70,7 @@ def test_the_statistics_cover_all_micro_batches_of_all_workers(test):
         max_batch_growth=1.0,
     )
     sequences = random_sequences(50)
-    model = use_torch_norms(tiny_llama())
+    model = in_one_type(tiny_llama())
     trainer = make_trainer(copy.deepcopy(model), config, PackedSequences(sequences), nodes=2, max_batch=3)
     expected = []
     for part in np.split(peek(trainer.cursor, 0, 14), 2):
@@ -114,7 +114,7 @@ def test_four_workers_compare_sketches_of_their_gradients():
 def test_a_small_batch_is_probed_on_the_next_examples():
     config = make_config(INITIAL_BATCH_SIZE=2, statistics_batch_size=8)
     sequences = random_sequences(50)
-    model = use_torch_norms(tiny_llama())
+    model = in_one_type(tiny_llama())
     trainer = make_trainer(copy.deepcopy(model), config, PackedSequences(sequences), nodes=1)
     upcoming = sequences[peek(trainer.cursor, 3 * 2, 8)]
     statistics, own = train(trainer, 1, inner_steps=3)[0].workers[0].samples
@@ -154,7 +154,7 @@ def test_a_probe_batch_does_not_change_the_training(dropout):
 def test_across_workers_compares_the_first_gradients(method, means):
     config = make_config(INITIAL_BATCH_SIZE=6, statistics_estimator="across_workers", distributed_algo=method, ETA=0.5)
     sequences = random_sequences(50)
-    model = use_torch_norms(tiny_llama())
+    model = in_one_type(tiny_llama())
     trainer = make_trainer(copy.deepcopy(model), config, PackedSequences(sequences), nodes=3)
     gradients = []
     for part in np.split(peek(trainer.cursor, 0, 6), 3):

@@ -57,14 +57,28 @@ def make_config(**values) -> Config:
     return parse_config(defaults | values, checks=NAMES_ONLY)[0]
 
 
-def use_torch_norms(module: nn.Module) -> nn.Module:
-    """Replace Llama's norms, which always compute in float32, by PyTorch's, which compute in float64."""
+class _Angles(nn.Module):
+    """Llama's rotary embedding in the type of the model; that of transformers computes in float32."""
+
+    def __init__(self, frequencies: torch.Tensor):
+        super().__init__()
+        self.frequencies = nn.Buffer(frequencies)
+
+    def forward(self, hidden: torch.Tensor, position_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        angles = position_ids[..., None] * self.frequencies.to(hidden.dtype).repeat(2)
+        return angles.cos(), angles.sin()
+
+
+def in_one_type(module: nn.Module) -> nn.Module:
+    """Replace the parts of Llama that always compute in float32: norms and rotary embedding."""
     for name, child in module.named_children():
         if type(child).__name__ == "LlamaRMSNorm":
             norm = nn.RMSNorm(child.weight.shape[0], eps=child.variance_epsilon, dtype=child.weight.dtype)
             setattr(module, name, norm)
+        elif type(child).__name__ == "LlamaRotaryEmbedding":
+            setattr(module, name, _Angles(child.inv_freq))
         else:
-            use_torch_norms(child)
+            in_one_type(child)
     return module
 
 

@@ -31,12 +31,12 @@ from tests.support.helpers import (
     TINY_ARCHITECTURE,
     LocalProcesses,
     Recorder,
+    in_one_type,
     make_config,
     separable_texts,
     tiny_bert,
     tiny_data,
     tiny_llama,
-    use_torch_norms,
 )
 from utils.checkpoint.checkpoint import Checkpoints
 from utils.config.schema import Config
@@ -105,7 +105,7 @@ BUILD = initialisation.build_model
 
 
 def double(*arguments) -> torch.nn.Module:
-    return use_torch_norms(BUILD(*arguments).double())
+    return in_one_type(BUILD(*arguments).double())
 
 
 def build_bert(*arguments) -> torch.nn.Module:
@@ -214,7 +214,7 @@ MICRO_BATCHES = ((8,), (5, 4, 1))
 
 
 def model_of_devices() -> torch.nn.Module:
-    return use_torch_norms(tiny_llama(tied=True))
+    return in_one_type(tiny_llama(tied=True))
 
 
 def devices_statistics(processes: Processes) -> list[dict]:

@@ -33,6 +33,7 @@ from fabrics.training.flat_model import FlatModel
 from fabrics.training.inner_loop import InnerLoop, accumulate_gradients, backward, probed_backward
 from tests.support.helpers import (
     CPU,
+    in_one_type,
     make_config,
     make_trainer,
     padded,
@@ -40,7 +41,6 @@ from tests.support.helpers import (
     tiny_bert,
     tiny_llama,
     train,
-    use_torch_norms,
 )
 
 IDS = torch.from_numpy(random_sequences(3)).long()
@@ -157,7 +157,7 @@ def test_right_padding_needs_no_mask_in_causal_attention(architecture):
 
 def test_per_example_statistics_of_padded_texts_are_those_of_single_texts():
     texts = padded([list(range(1, length)) for length in (3, 9, 14, 30)])
-    working = FlatModel(use_torch_norms(tiny_llama()), CPU)
+    working = FlatModel(in_one_type(tiny_llama()), CPU)
     _, probe = probed_backward(working, texts, np.arange(4))
     for index in range(4):
         working.gradient.zero_()

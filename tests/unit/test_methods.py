@@ -19,7 +19,7 @@ from fabrics.config_checks import CHECKS
 from fabrics.training.method_config import method_of
 from fabrics.training.worker import COPY, ERROR, Node
 from tests.support import oracles
-from tests.support.helpers import CPU, make_config, make_trainer, tiny_cluster, tiny_llama, train, use_torch_norms
+from tests.support.helpers import CPU, in_one_type, make_config, make_trainer, tiny_cluster, tiny_llama, train
 from tests.support.synchronising import (
     EXAMPLES,
     assert_equals_oracle,
@@ -321,7 +321,7 @@ def test_a_fragment_under_way_arrives_in_the_next_round_however_long_that_is():
 def apart(**values) -> tuple[Trainer, Trainer]:
     """Return two trainers of two workers, that have different models, after a round."""
     config = make_config(INITIAL_BATCH_SIZE=4, sampling_method="none", **values)
-    models = [use_torch_norms(tiny_llama(seed)) for seed in range(2)]
+    models = [in_one_type(tiny_llama(seed)) for seed in range(2)]
     trainers = [make_trainer(model, config, EXAMPLES, 2, trainer_id=i, trainers=2) for i, model in enumerate(models)]
     for trainer in trainers:
         train(trainer, 1, 4)
