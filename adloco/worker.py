@@ -45,6 +45,7 @@ from fabrics.training.work_split import probe_batch
 from fabrics.training.worker import RoundKey, WorkerRound, method_generator, personal_tensors
 from utils.config.reading import Checks, parse_config
 from utils.config.schema import Config, ConfigError
+from utils.distributed.devices import identity, transport_device
 from utils.distributed.peers import PeerWatch
 from utils.distributed.reductions import Transport, Workers
 
@@ -248,7 +249,8 @@ class Worker:
         everyone = range(self.workers)
         transport = None
         if self.workers > 1:
-            transport = Transport(self.index, everyone, dist.group.WORLD, device, self._peers)
+            travels_in = transport_device(device, self._gather(identity(device)), dist.get_backend_config())
+            transport = Transport(self.index, everyone, dist.group.WORLD, travels_in, self._peers)
             fixed = [tensor for tensor in model.module.parameters() if not tensor.requires_grad]
             for tensor in (model.parameters, *fixed, *model.module.buffers()):
                 whole = tensor.data.contiguous()

@@ -35,6 +35,12 @@ hypothesis.settings.register_profile("tests", deadline=None, max_examples=40)
 hypothesis.settings.load_profile("tests")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Hide GPUs, which other tests do not expect, unless only the GPU tests run (make gpu)."""
+    if any("test_gpu.py" not in argument for argument in config.args):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
 @pytest.fixture(scope="session")
 def programs():
     """Starts programs; tests with this fixture are marked `programs`."""

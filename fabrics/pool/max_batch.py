@@ -32,12 +32,23 @@ Measure = Callable[[int], int | None]
 
 _CPU_PROBES = (1, 2)
 _CUDA_PROBES = (1, 2, 4)
+# A grid of CUDA has at most so many blocks along its second axis. Flash attention needs one for each example.
+_CUDA_LARGEST = 65_535
 
 
 def find_max_batch(
-    measure: Measure, budget_bytes: int, probes: tuple[int, ...] = _CUDA_PROBES, confirm: bool = True
+    measure: Measure,
+    budget_bytes: int,
+    probes: tuple[int, ...] = _CUDA_PROBES,
+    confirm: bool = True,
+    largest: int | None = None,
 ) -> int:
-    """Return the largest batch whose step fits the budget, or 0; confirm: measure the prediction until it fits."""
+    """Return the largest batch whose step fits the budget, or 0.
+
+    Args:
+        confirm: measure the prediction until it fits.
+        largest: no batch may be larger; None: no bound.
+    """
 
     def fits(size: int | None) -> bool:
         return size is not None and size <= budget_bytes
@@ -57,6 +68,8 @@ def find_max_batch(
         return largest_seen
     # A millionth of an example forgives the rounding of the fit.
     candidate = max(largest_seen, int((budget_bytes - intercept) / slope + 1e-6))
+    if largest is not None:
+        candidate = min(candidate, largest)
     while confirm and candidate > largest_seen and not fits(measure(candidate)):
         candidate = max(largest_seen, int(candidate * 0.9))
     return candidate
@@ -128,7 +141,8 @@ def calculate_max_batch(
             budget = shard_group.least(int((padding_percentage * memory - taken - reserved_bytes) / sharing))
             # A shard group cannot try a batch that may not fit: running out of memory within a pass ends its run.
             confirm = on_gpu and shard_group.size == 1
-            found = find_max_batch(measure, budget, _CUDA_PROBES if on_gpu else _CPU_PROBES, confirm)
+            probes, largest = (_CUDA_PROBES, _CUDA_LARGEST) if on_gpu else (_CPU_PROBES, None)
+            found = find_max_batch(measure, budget, probes, confirm, largest)
         finally:
             model.gradient.zero_()
             if on_gpu:

@@ -5,7 +5,9 @@ Without a GPU the tests that need nothing else of CUDA run on the CPU, so that t
 
 import copy
 import dataclasses
+import functools
 import json
+import signal
 
 import numpy as np
 import pytest
@@ -16,6 +18,7 @@ import adloco
 from algorithms.schedule.limits import RoundSchedule
 from fabrics.data.examples import PackedSequences
 from fabrics.data.sampler import DataCursor, Subsets
+from fabrics.pool import max_batch
 from fabrics.pool.max_batch import calculate_max_batch
 from fabrics.training.flat_model import FlatModel
 from fabrics.training.inner_loop import InnerLoop, backward
@@ -32,8 +35,8 @@ from tests.support.helpers import (
     tiny_llama,
     train,
 )
-from tests.support.library import Regression
-from tests.support.runs import write_config
+from tests.support.library import Regression, trained_regression
+from tests.support.runs import assert_same_run, write_config
 from trainers import Trainer
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -69,6 +72,29 @@ def test_a_loop_of_ones_own_on_a_gpu_trains_as_on_the_cpu():
     for expected, found in zip(*(loop.train(12) for loop in loops), strict=True):
         torch.testing.assert_close(found.cpu(), expected, rtol=1e-4, atol=1e-6)
     assert loops[0].worker.requested_batch == loops[1].worker.requested_batch > 4
+
+
+def test_workers_of_the_library_may_share_a_gpu():
+    batch = adloco.AdaptiveBatch(initial=4, max_micro_batch=4, largest=24, eta=0.4)
+    results = []
+    for device in ("cpu", str(GPU)):
+        train_on = functools.partial(trained_regression, device, 12, batch=batch)
+        results.append(adloco.launch(train_on, processes=2))
+    for (expected_batch, expected), (found_batch, found) in zip(*results, strict=True):
+        assert found_batch == expected_batch > 4
+        for tensors in zip(found, expected, strict=True):
+            torch.testing.assert_close(*tensors, rtol=1e-4, atol=1e-6)
+
+
+@needs_gpu
+def test_flash_attention_takes_the_largest_batch_that_is_measured():
+    model = tiny_llama(dtype=torch.float32, hidden_size=64, intermediate_size=64, num_hidden_layers=1)
+    working, examples = FlatModel(model, GPU, torch.bfloat16), PackedSequences(random_sequences(4, 8))
+
+    def step(count: int) -> None:
+        backward(working, examples, np.arange(count) % 4)
+
+    assert calculate_max_batch(step, working, 0.9, 1, 0) == max_batch._CUDA_LARGEST
 
 
 @needs_gpu
@@ -210,6 +236,21 @@ def test_state_in_host_memory_gives_nearly_the_same_rounds():
         found.append(trainer.parameters.cpu())
     torch.testing.assert_close(found[1], found[0], rtol=1e-9, atol=1e-11)
     torch.testing.assert_close(found[2], found[0], rtol=0.0, atol=0.0)
+
+
+@needs_gpu
+def test_an_interrupted_run_resumes_with_the_same_bits(programs, tmp_path, cache_dir):
+    values = {"devices": ["cuda:0"], "deterministic": True, "save_weights_every": 1}
+    runs = []
+    for name in ("whole", "interrupted"):
+        (tmp_path / name).mkdir()
+        config = write_config(tmp_path / name, cache_dir, **values)
+        killed = ("tests/support/killed_in_round.py", "SIGKILL", 0) if name == "interrupted" else ("run.py",)
+        status = -signal.SIGKILL if name == "interrupted" else 0
+        programs.run(*killed, "--config", config, fresh=True, status=status)
+        runs.append(next((tmp_path / name / "logs").iterdir()))
+    programs.run("run.py", "--resume", runs[1], fresh=True)
+    assert_same_run(*runs)
 
 
 @needs_gpu

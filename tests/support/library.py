@@ -71,6 +71,13 @@ class Regression:
         return [parameter.detach().clone() for parameter in self.model.parameters()]
 
 
+def trained_regression(device: str, steps: int, **arguments) -> tuple[int, list[torch.Tensor]]:
+    """Return the requested batch and the parameters of this process after some steps."""
+    loop = Regression(device, **arguments)
+    parameters = loop.train(steps)
+    return loop.worker.requested_batch, [parameter.cpu() for parameter in parameters]
+
+
 class Frozen(nn.Module):
     """A model with a frozen layer and a buffer."""
 

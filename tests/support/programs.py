@@ -25,7 +25,6 @@ from types import SimpleNamespace
 from typing import TypeVar
 
 import psutil
-import torch
 from torch import distributed as dist
 
 from utils.distributed import launch
@@ -161,7 +160,7 @@ class Programs:
     ) -> CompletedProcess:
         """Run `python *arguments` to its end; its status must be `status`."""
         words = [*map(str, arguments)]
-        if not (fresh or torch.cuda.is_available()):
+        if not fresh:
             return self._fork(words, [env], cwd, status)
         process = self.start(*words, env=env, cwd=cwd, apart=True)
         output, errors = process.communicate(timeout=LIMIT_SECONDS)
@@ -172,8 +171,6 @@ class Programs:
 
         The status is 1 if a process fails. The output is that of all processes.
         """
-        if torch.cuda.is_available():
-            return self.run(TORCHRUN, "--standalone", f"--nproc_per_node={count}", *arguments, status=status)
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         shared = {
             "MASTER_ADDR": "127.0.0.1",

@@ -63,6 +63,11 @@ def test_a_probe_may_run_out_of_memory():
     assert find_max_batch(lambda batch: 100 * batch, 99) == 0
 
 
+def test_a_batch_may_be_bounded():
+    assert find_max_batch(lambda batch: 100 * batch, 10_000, largest=50) == 50
+    assert find_max_batch(lambda batch: 100 * batch, 10_000, largest=500) == 100
+
+
 def test_a_measurement_on_the_cpu_leaves_nothing_behind():
     working = FlatModel(tiny_bert(dtype=torch.float32, dropout=0.1).train(), CPU)
     ids = random_sequences(20)

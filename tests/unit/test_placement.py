@@ -15,6 +15,7 @@ from utils.distributed.devices import (
     shard_group_sites,
     share_of,
     share_out,
+    transport_device,
 )
 
 
@@ -84,6 +85,25 @@ def test_nccl_needs_a_gpu_of_its_own_for_every_process():
     assert not gpus_of_their_own(share_out([*sites("a"), Site(1, 1, {"cpu": "cpu"})], 1))
     # Two agents of torchrun on one host call it two machines; the GPU is one.
     assert not gpus_of_their_own(share_out(sites("a") + sites("a", machine=1, first=1), 1))
+
+
+@pytest.mark.parametrize(
+    ("device", "identities", "backends", "expected"),
+    [
+        ("cpu", ["cpu", "cpu"], "cpu:gloo,cuda:gloo", "cpu"),
+        ("cuda:1", ["GPU-a", "GPU-b"], "cpu:gloo,cuda:nccl", "cuda:1"),
+        ("cuda:1", ["GPU-a", "GPU-b"], "cuda:nccl", "cuda:1"),
+        ("cuda:0", ["GPU-a", "GPU-a"], "cpu:gloo,cuda:nccl", "cpu"),
+        ("cuda:1", ["GPU-a", "GPU-b"], "cpu:gloo,cuda:gloo", "cpu"),
+    ],
+)
+def test_tensors_travel_between_gpus_if_nccl_can(device, identities, backends, expected):
+    assert transport_device(torch.device(device), identities, backends) == torch.device(expected)
+
+
+def test_nccl_alone_cannot_connect_processes_that_share_a_gpu():
+    with pytest.raises(ValueError, match="2 processes on 1 GPUs need a process group with the backend 'cpu:gloo,cuda:"):
+        transport_device(torch.device("cuda:0"), ["GPU-a", "GPU-a"], "cuda:nccl")
 
 
 def test_impossible_placements_are_refused():

@@ -117,8 +117,9 @@ def test_the_command_can_be_given_to_a_shell_again(monkeypatch):
     arguments = ["run.py", "model_config={name: a b, pretrained: true}", "text_files=['*.py']"]
     monkeypatch.setattr(provenance.sys, "argv", arguments)
     origin = Origin.of_this_program(time.perf_counter(), Code("c", False), [machine([CPU])])
-    shell = command("bash", "-c", f'python() {{ printf "%s\\n" "$@"; }}; {origin.command}')
-    assert origin.command.startswith("python")
+    python = origin.command.split()[0]
+    assert python.startswith("python")
+    shell = command("bash", "-c", f'{python}() {{ printf "%s\\n" "$@"; }}; {origin.command}')
     assert shell.stdout.splitlines() == arguments
 
 

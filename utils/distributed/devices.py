@@ -208,3 +208,26 @@ def gpus_of_their_own(slots: Sequence[Slot]) -> bool:
     for slot in slots:
         users.setdefault(slot.identity, set()).add(slot.owner)
     return all(slot.device.startswith("cuda") for slot in slots) and all(len(ranks) == 1 for ranks in users.values())
+
+
+def transport_device(device: torch.device, identities: Sequence[str], backends: str) -> torch.device:
+    """Return where tensors travel in a process group: in GPUs if every process has its own, otherwise in host memory.
+
+    Args:
+        device: the model's device in this process.
+        identities: of the devices of all processes.
+        backends: of the process group, by type of device, such as "cpu:gloo,cuda:nccl".
+
+    Raises:
+        ValueError: the group can do neither.
+    """
+    by_type = dict(pair.split(":") for pair in backends.split(","))
+    own = len(set(identities)) == len(identities)
+    if device.type == "cpu" or (own and by_type.get(device.type) == "nccl"):
+        return device
+    if by_type.get("cpu") != "gloo":
+        raise ValueError(
+            f"model: {len(identities)} processes on {len(set(identities))} GPUs need a process group with the backend "
+            f"'cpu:gloo,cuda:nccl', not '{backends}'"
+        )
+    return torch.device("cpu")
