@@ -1,8 +1,8 @@
 """Measure one GPU in at most ten minutes: python benchmarks/performance/gpu.py [--parts ...], or make gpu.
 
-Writes docs/results/gpu.json and a table in docs/benchmarks.md; without a GPU it writes nothing. Each part runs in its
-own process with a time limit. A part that fails leaves the reason in its place, and the others continue. Another call
-measures the parts that are missing or have failed.
+Writes docs/results/gpu.json and a table for each GPU in docs/benchmarks.md; without a GPU it writes nothing. Each part
+runs in its own process with a time limit. A part that fails leaves the reason in its place, and the others continue.
+Another call measures the parts that are missing or have failed.
 
 - tests: tests/integration/test_gpu.py, which also checks that no inner step waits for the GPU.
 - eager, compiled: MicroLlama (305M parameters) at sequence length 512 in bfloat16 against a bare loop, with the model
@@ -79,8 +79,12 @@ LARGE = MICROLLAMA | {
 }
 SMALL = {"devices": ["cuda:0"], "number_of_inner_steps_between_outers": 100}
 _MODES = {"eager": False, "compiled": True, "graphs": "reduce-overhead"}
-# The demo's four trainers, one worker each.
-_FOUR_TRAINERS = ("max_tokens=1000000", "sampling_method=none", "merge_frequency=1000000", "eval_every=1000000")
+_CONSTANT = ("max_tokens=1000000", "sampling_method=none", "merge_frequency=1000000", "eval_every=1000000")
+# Four workers of the demo's model as in exo_gym.FOUR_NODES.
+_FOUR_WORKERS = (
+    *("number_of_initial_trainers=1", "smallest_worker_batch=null", "number_of_inner_steps_between_outers=20"),
+    *(f"INITIAL_BATCH_SIZE={exo_gym.FOUR_NODES['INITIAL_BATCH_SIZE']}", "deterministic=false"),
+)
 
 
 def configured(values: Mapping, **more) -> Config:
@@ -159,8 +163,18 @@ def graphs(configs: Mapping[str, Config], repeats: int = 5) -> dict:
     return {"tokens_per_second": tokens_per_second(config, times)}
 
 
+def beside_exo_gym(device: str) -> dict:
+    """Measure EXO Gym, which has a process per worker, and this project with one process and with four."""
+    found = exo_gym.speeds(configured(exo_gym.FOUR_NODES, devices=[device]), 1)
+    one, four = (f"this project in {count}" for count in ("one process", "four processes"))
+    found["tokens_per_second"][one] = found["tokens_per_second"].pop("this project")
+    together = trainers(device, (4,), (*_CONSTANT, *_FOUR_WORKERS))
+    found["tokens_per_second"][four] = together["tokens_per_second"]["4"]
+    return found
+
+
 def trainers(device: str, counts: Sequence[int], overrides: Sequence[str] = ()) -> dict:
-    """Return the training speed of four trainers on one device, in tokens/s, by number of processes."""
+    """Return the training speed of the demo's four nodes on one device, in tokens/s, by number of processes."""
     found = {}
     for count in counts:
         with tempfile.TemporaryDirectory() as folder:
@@ -177,12 +191,12 @@ PARTS: dict[str, tuple[Callable[[], dict], float]] = {
     "eager": (lambda: speeds(configured(MICROLLAMA)), 120.0),
     "large": (lambda: large(configured(LARGE)), 120.0),
     "graphs": (lambda: graphs({name: configured(SMALL, compile_model=mode) for name, mode in _MODES.items()}), 120.0),
-    "trainers": (lambda: trainers("cuda:0", (1, 2, 4), _FOUR_TRAINERS), 120.0),
+    "trainers": (lambda: trainers("cuda:0", (1, 2, 4), _CONSTANT), 120.0),
     "large_with_less": (
         lambda: large(configured(LARGE, activation_checkpointing=True, offload_outer_state=True)),
         150.0,
     ),
-    "exo_gym": (lambda: exo_gym.speeds(configured(exo_gym.FOUR_NODES, devices=["cuda:0"]), 1), 120.0),
+    "exo_gym": (lambda: beside_exo_gym("cuda:0"), 120.0),
     "compiled": (lambda: speeds(configured(MICROLLAMA, compile_model=True)), 240.0),
 }
 
@@ -207,15 +221,13 @@ def measured(name: str, limit: float) -> dict:
 # Results and their presentation
 
 
-def recorded(gpu: dict) -> dict:
-    """Return the recorded results if they are of this GPU and PyTorch, otherwise empty ones."""
-    known = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else {}
-    same = all(known.get(key) == value for key, value in gpu.items())
-    return gpu | {"parts": known["parts"] if same else {}}
+def recorded() -> list[dict]:
+    """Return the recorded results: a dictionary with gpu, torch and parts for each GPU and PyTorch."""
+    return json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.exists() else []
 
 
 def section(results: Mapping) -> str:
-    """Return the section of the page as Markdown."""
+    """Return what the page says of one GPU, as Markdown."""
     parts = results["parts"]
     rows = []
     findings = []
@@ -279,15 +291,20 @@ def main(arguments: list[str] | None = None) -> int:
         print(json.dumps(PARTS[options.part][0]()))
         return 0
     started = time.monotonic()
-    results = recorded({"gpu": torch.cuda.get_device_name(0), "torch": torch.__version__})
+    everything = recorded()
+    origin = {"gpu": torch.cuda.get_device_name(0), "torch": torch.__version__}
+    results = next((entry for entry in everything if origin.items() <= entry.items()), origin | {"parts": {}})
+    if results not in everything:
+        everything.append(results)
     parts = results["parts"]
     missing = [name for name in PARTS if name not in parts or "problem" in parts[name] or parts[name].get("status")]
     for name in options.parts or missing:
         found = measured(name, min(PARTS[name][1], TOTAL_SECONDS - (time.monotonic() - started)))
         print(f"{name}: {json.dumps(found)}", flush=True)
-        results["parts"][name] = found
-        write_json_atomically(RESULTS, results)  # an interruption loses one part
-        write_text_atomically(PAGE, with_section(PAGE.read_text(encoding="utf-8"), section(results)))
+        parts[name] = found
+        write_json_atomically(RESULTS, everything)  # an interruption loses one part
+        text = "\n\n".join(section(entry) for entry in everything)
+        write_text_atomically(PAGE, with_section(PAGE.read_text(encoding="utf-8"), text))
     print(section(results))
     return 0
 

@@ -64,8 +64,8 @@ def test_the_section_of_given_results():
 def test_the_page_has_the_section_of_the_recorded_results():
     page = gpu.PAGE.read_text(encoding="utf-8")
     text = "No number here is from a GPU: no run on a GPU has been made yet."
-    if gpu.RESULTS.exists():
-        text = gpu.section(json.loads(gpu.RESULTS.read_text(encoding="utf-8")))
+    if results := gpu.recorded():
+        text = "\n\n".join(map(gpu.section, results))
     assert gpu.with_section(page, text) == page
     changed = gpu.with_section(page, "other")
     assert changed == page.replace(text, "other")
@@ -89,10 +89,12 @@ def test_parts_are_recorded_one_by_one_and_kept_for_the_same_gpu(monkeypatch, tm
     with pytest.raises(KeyboardInterrupt):
         gpu.main(["--parts", "eager", "large"])
     assert gpu.main(["--parts", "compiled"]) == 0
-    assert json.loads(results.read_text())["parts"] == {name: {"problem": name} for name in ("eager", "compiled")}
+    (entry,) = gpu.recorded()
+    assert entry["parts"] == {name: {"problem": name} for name in ("eager", "compiled")}
     assert "- eager: eager\n- compiled: compiled" in page.read_text()
     assert gpu.main(["--parts", "compiled"]) == 0
-    assert list(json.loads(results.read_text())["parts"]) == ["compiled"]
+    assert [list(entry["parts"]) for entry in gpu.recorded()] == [["eager", "compiled"], ["compiled"]]
+    assert page.read_text().count("- compiled: compiled") == 2
 
 
 def test_another_call_measures_what_is_missing_or_failed(monkeypatch, tmp_path):
@@ -101,7 +103,7 @@ def test_another_call_measures_what_is_missing_or_failed(monkeypatch, tmp_path):
     done = {name: {} for name in gpu.PARTS} | {"eager": {"problem": "not done after 120 s"}}
     done["tests"] = {"status": 1, "passed": 9, "failed": 1}
     del done["graphs"]
-    results.write_text(json.dumps({"gpu": "a GPU", "torch": gpu.torch.__version__, "parts": done}))
+    results.write_text(json.dumps([{"gpu": "a GPU", "torch": gpu.torch.__version__, "parts": done}]))
     monkeypatch.setattr(gpu, "PAGE", page)
     monkeypatch.setattr(gpu, "RESULTS", results)
     monkeypatch.setattr(gpu.torch.cuda, "is_available", lambda: True)
@@ -166,7 +168,7 @@ def test_the_tests_that_pass_and_fail_are_counted(monkeypatch, tmp_path):
 def test_four_trainers_are_measured_in_some_processes(cache_dir):
     short = ("number_of_outer_steps=1", "number_of_inner_steps_between_outers=2", "vocab_size=400")
     data = [f"{key}={json.dumps(value)}" for key, value in (PAGE | {"cache_dir": str(cache_dir)}).items()]
-    found = gpu.trainers("cpu", (1,), (*gpu._FOUR_TRAINERS, *short, *data))
+    found = gpu.trainers("cpu", (1,), (*gpu._CONSTANT, *short, *data))
     assert list(found["tokens_per_second"]) == ["1"]
     assert found["tokens_per_second"]["1"] > 0
 
