@@ -433,5 +433,5 @@ def estimate(config: Config, resources: Resources | None = None) -> Estimate:
         device_bytes=sum(memory.values()),
         host_bytes=host_bytes,
         ranges=ranges,
-        assumptions=(*assumptions, "no estimate of this program has been checked on a GPU"),
+        assumptions=(*assumptions, "on GPUs memory has been compared with that of one model, and times with none"),
     )

@@ -1,7 +1,6 @@
 """`memory: auto`: the cheapest way to run a model on a device, from the estimates of `--plan`.
 
-Less memory costs time: a forward pass is computed again, state is sent to the host, or micro-batches are small. The
-constants of this comparison are derived for an H100; no GPU has measured them.
+Less memory costs time: a forward pass is computed again, state is sent to the host, or micro-batches are small.
 """
 
 import dataclasses
@@ -14,11 +13,15 @@ from fabrics.planning.estimate import Resources, estimate
 from utils.config.schema import Config, ConfigError
 from utils.text import byte_size
 
-# Start-up time of a micro-batch, in tokens: with this many tokens in it, a device reaches half of its speed.
+# Start-up time of a micro-batch, in tokens: with this many tokens in it, a device reaches half of its speed. Derived
+# for an H100, not measured.
 _START_TOKENS = 512
-# Tokens in whose time a worker's outer state, or a half of its moments, travels to the host and back in a round. For P
-# parameters 8 P bytes at 25 GB/s take as long as 6 P FLOPs for each of 21,000 tokens at 400 TFLOP/s.
-_TRANSFER_TOKENS = 21_000
+# What a worker's round takes longer with state on the host, in tokens. The outer step of 1.1B parameters took as long
+# as 144,000 tokens on the 16 cores beside an H200 (docs/results/gpu.json, large_with_less). The moments only travel,
+# not measured: for P parameters 16 P bytes at 25 GB/s take as long as 6 P FLOPs for each of 42,000 tokens at 400
+# TFLOP/s.
+_OUTER_STATE_TOKENS = 144_000
+_MOMENTS_TOKENS = 42_000
 _CHUNK = 256
 
 
@@ -30,26 +33,25 @@ class MemoryOption:
         keys: the configuration keys that it turns on.
         micro_batch: examples of its micro-batch.
         flops_per_token: of training, with all that is computed again.
-        transfers: tensors of the model's size that travel to the host and back in a round of a worker.
+        host_tokens: tokens that a worker could train in a round instead of waiting for state in host memory.
     """
 
     keys: tuple[str, ...]
     micro_batch: int
     flops_per_token: float
-    transfers: int
+    host_tokens: int
 
 
 def cheapest(options: Sequence[MemoryOption], sequence_length: int, round_tokens: int) -> MemoryOption:
     """Return the option whose tokens take the least time; the first of equal ones; round_tokens: of a worker.
 
-    A token takes the time of its FLOPs, of its part of a micro-batch's start, and of its part of a round's transfers.
+    A token takes the time of its FLOPs, of its part of a micro-batch's start, and of its part of a round's waiting.
     """
     least = min(option.flops_per_token for option in options)
 
     def time(option: MemoryOption) -> float:
         start = _START_TOKENS / (option.micro_batch * sequence_length)
-        transfers = option.transfers * _TRANSFER_TOKENS / round_tokens
-        return option.flops_per_token / least * (1.0 + start) + transfers
+        return option.flops_per_token / least * (1.0 + start) + option.host_tokens / round_tokens
 
     return min(options, key=time)
 
@@ -75,8 +77,9 @@ def with_chosen_memory(config: Config, devices: int | None, memory: int, on_gpus
             refusals.append(str(error))
             continue
         keys = tuple(f"{key} {str(value).lower()}" for key, value in values.items())
-        transfers = bool(tried.offload_outer_state) + 2 * bool(tried.offload_moments)
-        options[MemoryOption(keys, found.micro_batch, found.flops_per_token, transfers)] = tried
+        host_tokens = _OUTER_STATE_TOKENS * bool(tried.offload_outer_state)
+        host_tokens += _MOMENTS_TOKENS * bool(tried.offload_moments)
+        options[MemoryOption(keys, found.micro_batch, found.flops_per_token, host_tokens)] = tried
     if not options:
         too_large = [refusal for refusal in refusals if refusal.startswith("--device-memory")]
         if not too_large:  # the configuration itself is refused

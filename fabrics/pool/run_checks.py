@@ -17,6 +17,19 @@ from fabrics.training.work_split import participant_count
 from fabrics.training.worker import Node
 from utils.config.schema import Config, ConfigError
 
+# On an H100 the inner steps of smaller models take as long as the host needs to launch their kernels (docs/speed.md).
+_SMALL_MODEL = 10_000_000
+
+
+def turns_warning(device: torch.device, nodes: int, parameters: int) -> list[str]:
+    """Return a warning if nodes of a GPU take turns for no reason, otherwise none; nodes: of this process."""
+    if device.type == "cpu" or nodes == 1 or parameters > _SMALL_MODEL:
+        return []
+    return [
+        f"processes: {nodes} nodes take turns on {device}; with so small a model a process for each trains faster, up "
+        f"to {nodes} times (key processes)"
+    ]
+
 
 def check_model(config: Config, model: FlatModel) -> None:
     """Raise ConfigError if the model does not suit the inner optimizer, the method or the batch test."""

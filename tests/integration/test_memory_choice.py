@@ -15,8 +15,8 @@ from utils.config.schema import ConfigError
 PLAIN = MemoryOption((), 1, 6.0, 0)
 CHUNKED = MemoryOption(("loss_chunk_tokens 256",), 2, 6.3, 0)
 RECOMPUTED = MemoryOption(("activation_checkpointing true",), 8, 8.0, 0)
-OFFLOADED = MemoryOption(("offload_outer_state true",), 2, 6.0, 1)
-MOMENTS = MemoryOption(("offload_moments true",), 2, 6.0, 2)
+OFFLOADED = MemoryOption(("offload_outer_state true",), 2, 6.0, 144_000)
+MOMENTS = MemoryOption(("offload_moments true",), 2, 6.0, 42_000)
 
 
 @pytest.mark.parametrize(
@@ -25,8 +25,8 @@ MOMENTS = MemoryOption(("offload_moments true",), 2, 6.0, 2)
         # Sequences of 512 tokens: a micro-batch of n examples takes the time of n + 1.
         ((PLAIN, CHUNKED), 10**9, CHUNKED),  # 2 and 1.05 * 1.5 = 1.575
         ((PLAIN, CHUNKED, RECOMPUTED), 10**9, RECOMPUTED),  # 1.333 * 1.125 = 1.5
-        ((CHUNKED, OFFLOADED), 420_000, OFFLOADED),  # 1.575 and 1.5 + 21 / 420 = 1.55
-        ((CHUNKED, OFFLOADED), 210_000, CHUNKED),  # 1.575 and 1.5 + 21 / 210 = 1.6
+        ((CHUNKED, OFFLOADED), 2_880_000, OFFLOADED),  # 1.575 and 1.5 + 144 / 2,880 = 1.55
+        ((CHUNKED, OFFLOADED), 1_440_000, CHUNKED),  # 1.575 and 1.5 + 144 / 1,440 = 1.6
         ((CHUNKED, MOMENTS), 840_000, MOMENTS),  # 1.575 and 1.5 + 42 / 840 = 1.55
         ((CHUNKED, MOMENTS), 420_000, CHUNKED),  # 1.575 and 1.5 + 42 / 420 = 1.6
         ((PLAIN, MemoryOption(("more",), 1, 6.0, 0)), 10**9, PLAIN),  # equal: the first

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from fabrics.pool.run_checks import turns_warning
 from tests.support.helpers import LocalProcesses, make_config
 from utils.distributed import processes
 from utils.distributed.devices import (
@@ -104,6 +105,19 @@ def test_tensors_travel_between_gpus_if_nccl_can(device, identities, backends, e
 def test_nccl_alone_cannot_connect_processes_that_share_a_gpu():
     with pytest.raises(ValueError, match="2 processes on 1 GPUs need a process group with the backend 'cpu:gloo,cuda:"):
         transport_device(torch.device("cuda:0"), ["GPU-a", "GPU-a"], "cuda:nccl")
+
+
+@pytest.mark.parametrize(
+    ("device", "nodes", "parameters", "warns"),
+    [
+        ("cuda:0", 4, 100_000, True),
+        ("cuda:0", 4, 300_000_000, False),
+        ("cuda:0", 1, 100_000, False),
+        ("cpu", 4, 100_000, False),
+    ],
+)
+def test_nodes_that_take_turns_on_a_gpu_with_a_small_model_are_a_warning(device, nodes, parameters, warns):
+    assert any("4 nodes take turns" in text for text in turns_warning(torch.device(device), nodes, parameters)) == warns
 
 
 def test_impossible_placements_are_refused():
