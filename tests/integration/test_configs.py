@@ -109,8 +109,8 @@ def test_published_configurations_run_as_the_papers_say(name, cache_dir):
 @pytest.mark.parametrize(
     ("name", "differences"),
     [
-        ("c4_microllama.yaml", {"data_sample_size", "val_size", "sequence_length"}),
-        ("imdb_bert.yaml", {"dataset", "model_type", "model_config"}),
+        ("c4_microllama.yaml", {"data_sample_size", "val_size", "sequence_length", "autocast"}),
+        ("imdb_bert.yaml", {"dataset", "model_type", "model_config", "autocast"}),
     ],
 )
 def test_configurations_that_follow_the_published_one_differ_as_they_say(name, differences):
