@@ -169,7 +169,7 @@ def _sharding_problems(config: Config) -> list[str]:
     if config.processes != "auto" and config.processes % size:
         found.append(f"processes: must be a multiple of devices_per_node, {size}, got {config.processes}")
     if config.compile_model:
-        found.append(f"compile_model: must be false with devices_per_node {size}, got true")
+        found.append(f"compile_model: must be false with devices_per_node {size}")
     if config.loss_chunk_tokens:
         found.append(f"loss_chunk_tokens: must be null with devices_per_node {size}, got {config.loss_chunk_tokens}")
     if not METHODS[config.distributed_algo]().capabilities.shards:

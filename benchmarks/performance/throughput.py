@@ -25,7 +25,7 @@ from fabrics.config_checks import CHECKS
 from fabrics.data.examples import PackedSequences, TaskData
 from fabrics.data.tokenization import train_tokenizer
 from fabrics.models.attention import unmasked
-from fabrics.models.initialisation import flops_per_token
+from fabrics.models.initialisation import compile_mode, flops_per_token
 from fabrics.models.model_family import build_model
 from fabrics.training.inner_loop import InnerLoop
 from fabrics.training.optimizers import inner_optimizer_of
@@ -108,7 +108,7 @@ class BareLoop:
         self.model = build_model(config.model_type, config.model_config, data.tokenizer, config.sequence_length, 0)
         self.model.to(device)
         self.forward = distribute(self.model)
-        if config.compile_model:
+        if compile_mode(config, device, self.model):
             self.forward = torch.compile(self.forward)
         self.autocast = torch.autocast(
             device.type, getattr(torch, config.autocast or "bfloat16"), enabled=config.autocast is not None

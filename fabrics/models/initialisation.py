@@ -32,6 +32,9 @@ from utils.distributed.processes import Processes
 from utils.text import counted
 
 META = torch.device("meta")
+# On an H100 the inner steps of models with fewer parameters take as long as the host needs to launch their kernels
+# (docs/speed.md).
+LAUNCH_BOUND = 10_000_000
 
 
 def initial_model(config: Config, data: TaskData, trainer: int) -> nn.Module:
@@ -153,6 +156,16 @@ def recompute_activations(model: nn.Module, model_type: str) -> None:
     model.disable_input_require_grads()
 
 
+def compile_mode(config: Config, device: torch.device, module: nn.Module) -> bool | str:
+    """Return compile_model for a module on a device: `auto` carried out."""
+    if config.compile_model != "auto":
+        return config.compile_model
+    if device.type == "cpu":
+        return False
+    parameters = sum(parameter.numel() for parameter in module.parameters())
+    return "reduce-overhead" if parameters <= LAUNCH_BOUND else True
+
+
 def check_compiler(config: Config, processes: Processes) -> None:
     """Raise a ConfigError if a machine lacks the C++ compiler that CPUs need, or CUDA graphs are asked for on CPUs."""
     if config.compile_model == "reduce-overhead" and processes.devices[0].type == "cpu":
@@ -166,7 +179,7 @@ class DeviceModels(dict[torch.device, FlatModel]):
     """The flat model of each device of this process, with the initial weights of trainer 0."""
 
     def __init__(self, config: Config, data: TaskData, processes: Processes):
-        if config.compile_model:
+        if config.compile_model not in (False, "auto"):
             check_compiler(config, processes)
         super().__init__({device: _flat_model(config, data, device, processes) for device in processes.own_devices})
 
@@ -186,7 +199,8 @@ def _flat_model(config: Config, data: TaskData, device: torch.device, processes:
         recompute_activations(module, config.model_type)
     autocast = None if config.autocast is None else getattr(torch, config.autocast)
     if processes.shard_group.size == 1:
-        model = FlatModel(module, device, autocast, config.compile_model, config.loss_chunk_tokens or None)
+        compiled = compile_mode(config, device, module)
+        model = FlatModel(module, device, autocast, compiled, config.loss_chunk_tokens or None)
     else:
         try:
             model = ShardedModel(module, device, processes.shard_group, autocast)

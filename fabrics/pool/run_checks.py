@@ -8,6 +8,7 @@ import torch
 
 from algorithms.batch.calc_batch import BATCH_TESTS, NEED_INNER_PRODUCTS
 from algorithms.batch.per_example import PerExampleProbe, UnsupportedModuleError
+from fabrics.models.initialisation import LAUNCH_BOUND
 from fabrics.pool.node_pool import NodePool
 from fabrics.training.flat_model import FlatModel
 from fabrics.training.method_config import check_state
@@ -17,13 +18,10 @@ from fabrics.training.work_split import participant_count
 from fabrics.training.worker import Node
 from utils.config.schema import Config, ConfigError
 
-# On an H100 the inner steps of smaller models take as long as the host needs to launch their kernels (docs/speed.md).
-_SMALL_MODEL = 10_000_000
-
 
 def turns_warning(device: torch.device, nodes: int, parameters: int) -> list[str]:
     """Return a warning if nodes of a GPU take turns for no reason, otherwise none; nodes: of this process."""
-    if device.type == "cpu" or nodes == 1 or parameters > _SMALL_MODEL:
+    if device.type == "cpu" or nodes == 1 or parameters > LAUNCH_BOUND:
         return []
     return [
         f"processes: {nodes} nodes take turns on {device}; with so small a model a process for each trains faster, up "

@@ -64,6 +64,7 @@ class FlatModel:
 
     Attributes:
         parameters: flat nn.Parameter of all trainable parameters; its `.grad` is the flat gradient.
+        compiled: as in the arguments.
         blocks: the places of the trainable parameters in the flat buffers.
         loss_chunk_tokens: as in the arguments.
         compares_devices: whether a probe compares the devices of the shard group instead of examples.
@@ -85,6 +86,7 @@ class FlatModel:
         self.module = module
         self.device = device
         self.passes = 0
+        self.compiled = compiled
         self._autocast = autocast
         self.loss_chunk_tokens = loss_chunk_tokens
         self._called, self._head = (module, None) if loss_chunk_tokens is None else body_and_head(module)

@@ -8,6 +8,7 @@ import torch
 
 from algorithms.batch.per_example import step_estimate
 from fabrics.data.examples import PackedSequences
+from fabrics.models.initialisation import compile_mode
 from fabrics.training.flat_model import FlatModel
 from fabrics.training.inner_loop import backward, probed_backward
 from tests.support.helpers import (
@@ -16,6 +17,7 @@ from tests.support.helpers import (
     OneTokenModel,
     Recorder,
     light_cluster,
+    make_config,
     random_sequences,
     tiny_cluster,
     tiny_llama,
@@ -135,8 +137,24 @@ def test_a_run_in_bfloat16_learns_nearly_the_same():
     assert losses[1] == pytest.approx(losses[0], rel=0.01)
 
 
+@pytest.mark.parametrize(
+    ("key", "device", "parameters", "expected"),
+    [
+        (False, "cuda:0", 10, False),
+        (True, "cuda:0", 10, True),
+        ("auto", "cuda:0", 10_000_000, "reduce-overhead"),
+        ("auto", "cuda:0", 10_000_001, True),
+        ("auto", "cpu", 10, False),
+    ],
+)
+def test_compile_model_auto_decides_by_device_and_size(key, device, parameters, expected):
+    module = torch.nn.Linear(parameters, 1, bias=False, device="meta")
+    assert compile_mode(make_config(compile_model=key), torch.device(device), module) == expected
+
+
 def test_compile_model_compiles_or_is_refused_without_a_compiler(monkeypatch):
     assert light_cluster().models.first._compiled_module is None
+    assert light_cluster(compile_model="auto").models.first._compiled_module is None
     assert light_cluster(compile_model=True).models.first._compiled_module is not None
     with pytest.raises(ConfigError, match="compile_model: must be true or false on CPUs, got reduce-overhead"):
         light_cluster(compile_model="reduce-overhead")

@@ -181,7 +181,7 @@ class RunRecorder(Observer):
             rest = ", the last: nothing is left to train" if run.finished else ""
             logger.info("resumed after round %d%s", outer_steps, rest)
         logger.info("run folder: %s", self.folder)
-        if self.config.compile_model:
+        if run.models.first.compiled:
             logger.info("the first inner steps also compile the model: minutes for a large one")
 
     def on_round_start(self, outer_step: int, progress: float, steps: int) -> None:

@@ -190,8 +190,10 @@ class Computation(Section):
         "Precision of float32 matrix products in PyTorch: high is TF32 on GPUs, medium bfloat16; null: high on GPUs, "
         "highest on CPUs.",
     )
-    compile_model: bool | Literal["reduce-overhead"] = key(
-        False, "Compile the model (torch.compile); reduce-overhead: also replay CUDA graphs, for small models on GPUs."
+    compile_model: bool | Literal["reduce-overhead", "auto"] = key(
+        False,
+        "Compile the model (torch.compile); reduce-overhead: also replay CUDA graphs, for small models on GPUs; auto: "
+        "false on CPUs, on GPUs reduce-overhead for up to 10M parameters and true for more.",
     )
     memory: Literal["auto"] | None = free_key(
         None,
