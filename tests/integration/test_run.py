@@ -297,9 +297,12 @@ def test_an_option_without_a_value_starts_no_other_run(option, capsys):
         (["nodes_per_gpu=0"], "nodes_per_gpu: should be greater than 0, got 0"),
         (["merge_frequency=-2"], "merge_frequency: should be greater than 0, got -2"),
         (["INITIAL_BATCH_SIZE=100000", "max_requested_batch=null"], "INITIAL_BATCH_SIZE: must be at most the"),
-        (["dataset=c5"], "dataset: must be one of python_docs, c4, text, messages, imdb, got 'c5'"),
-        (["model_type=gpt"], "model_type: must be one of microllama, bert, causal_lm, got 'gpt'"),
-        (["merging_policy=best"], "merging_policy: must be one of worst_with_worst, best_with_worst, got 'best'"),
+        (["dataset=c5"], "dataset: must be one of python_docs, c4, text, messages, imdb, or registered by a file in"),
+        (["model_type=gpt"], "model_type: must be one of microllama, bert, causal_lm, or registered by a file in plug"),
+        (
+            ["merging_policy=best"],
+            "merging_policy: must be one of worst_with_worst, best_with_worst, or registered by a",
+        ),
         (["model_type=bert"], "model_type: bert is for classification, dataset python_docs for causal_lm"),
         (
             ["model_config.name=/no/such/model", "model_config.pretrained=true"],

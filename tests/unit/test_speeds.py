@@ -214,7 +214,7 @@ def test_the_run_folder_says_how_long_nodes_waited(tmp_path):
     # Rounds of 3 steps, 8 examples each: 0.24 and 0.96 s; then 10 and 2: 0.3 and 0.24 s.
     expected = (3 * 0.72 + 0.06) / (4 * (0.96 + 0.3))
     assert run.summary["waiting_share"] == pytest.approx(expected)
-    assert headline(run)["nodes wait"] == "44.0% of their working time"
+    assert headline(run)["nodes wait"] == "44.0% of the rest"
     (times,) = draw(run, [(draw_node_times, "outer_step")]).axes
     busy, waiting, exchanging, idle = ([bar.get_height() for bar in bars] for bars in times.containers)
     assert busy == pytest.approx([0.54] * 3 + [1.2])

@@ -69,7 +69,7 @@ def draw_step_loss(axes: Axes, run: RunData, x: str) -> None:
         mean = np.convolve(losses, np.full(2 * half + 1, 1 / (2 * half + 1)), "valid")
         look = _look(run, trainer) | {"marker": None}
         axes.plot(steps[half : half + len(mean)], mean, label=f"trainer {trainer}", **look)
-    axes.plot([], [], lw=1, color="grey", alpha=0.5, label="single steps (pale); their running mean is bold")
+    axes.plot([], [], lw=1, color="grey", alpha=0.5, label="single steps (pale); bold: their mean over 5% of the steps")
     label_axes(axes, x, "loss (nats per target)", "Training loss per inner step")
     axes.set_xlabel("inner step")
     axes.legend(fontsize=8)

@@ -167,10 +167,10 @@ def headline(run: RunData) -> dict[str, str]:
         values["budget"] = budget_used(summary["budget"])
     if summary.get("simulated_seconds") is not None:
         values["simulated seconds"] = number(summary["simulated_seconds"])
-    if summary.get("waiting_share") is not None:
-        values["nodes wait"] = f"{summary['waiting_share']:.1%} of their working time"
     if summary.get("idle_share") is not None:
         values["nodes are idle"] = f"{summary['idle_share']:.1%} of the time"
+    if summary.get("waiting_share") is not None:
+        values["nodes wait"] = f"{summary['waiting_share']:.1%} of the rest"
     if summary.get("alone_share"):
         values["one worker works alone"] = f"{summary['alone_share']:.0%} of the rounds"
     return values | downstream_results(run.folder)

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import yaml
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
+from algorithms.registry import Registry
 from utils.config.plugins import import_plugins
 from utils.config.schema import FIELDS, Config, ConfigError
 from utils.text import did_you_mean
@@ -350,7 +351,9 @@ def _unknown_choices(config: Config, choices: Mapping[str, Collection[str]]) -> 
     for name, known in choices.items():
         value = getattr(config, name)
         if value not in known and (value is not None or FIELDS[name].default is not None):
-            found.append(f"{name}: must be one of {', '.join(known)}, got {value!r}{did_you_mean(str(value), known)}")
+            others = ", or registered by a file in plugins" if isinstance(known, Registry) else ""
+            names = f"{', '.join(known)}{others}"
+            found.append(f"{name}: must be one of {names}, got {value!r}{did_you_mean(str(value), known)}")
     return found
 
 
