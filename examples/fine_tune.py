@@ -23,6 +23,8 @@ import adloco
 def sequences(tokenizer, path: str, length: int) -> torch.Tensor:
     """Return the tokens of a text file as [n, length]."""
     ids = tokenizer(Path(path).read_text(encoding="utf-8"), return_tensors="pt").input_ids[0]
+    if len(ids) < length:
+        raise ValueError(f"{path} has {len(ids)} tokens, fewer than --length {length}")
     return ids[: len(ids) // length * length].reshape(-1, length)
 
 
@@ -30,6 +32,13 @@ def with_adapters(model: nn.Module) -> nn.Module:
     from peft import LoraConfig, get_peft_model
 
     return get_peft_model(model, LoraConfig(r=8, lora_alpha=16, target_modules="all-linear"))
+
+
+def own_device() -> torch.device:
+    """Return the GPU of this process, which others may share, or the CPU."""
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
 
 
 def losses(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
@@ -44,7 +53,9 @@ def train(options: argparse.Namespace) -> dict:
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32)
     if options.lora:
         model = with_adapters(model)
-    ids = sequences(tokenizer, options.text, options.length)
+    device = own_device()
+    model.to(device)
+    ids = sequences(tokenizer, options.text, options.length).to(device)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=options.rate)
     batch = adloco.AdaptiveBatch("norm_test", initial=8, max_micro_batch=8, largest=64)
