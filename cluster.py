@@ -86,7 +86,7 @@ class Cluster:
         self.devices = list(self.models)
         check_model(config, self.models.first)
         own_nodes = sum(map(self.processes.owns, range(len(self.nodes))))
-        self.warnings += turns_warning(self.devices[0], own_nodes, self.parameter_count)
+        self.warnings += turns_warning(self.models.first, own_nodes)
         self.given_config = config
         if config.objective == "time":
             config = with_best_method(config, self.models.first, self.pool.fastest(0.0), len(data.train))

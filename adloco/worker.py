@@ -215,6 +215,7 @@ class Worker:
         self.warning: str | None = None
         self._agree("arguments", self._config)
         self._agree("model", [(name, tensor.shape, tensor.dtype) for name, tensor in model.state_dict().items()])
+        self._agree("type of the model's device", self._model.device.type)
         self._agree("optimizer", type(optimizer).__name__)
         self._agree("trainable parameters", [block.name for block in self._model.blocks])
         self._make_state()

@@ -32,9 +32,9 @@ from utils.distributed.processes import Processes
 from utils.text import counted
 
 META = torch.device("meta")
-# On an H100 the inner steps of models with fewer parameters take as long as the host needs to launch their kernels
-# (docs/speed.md).
-LAUNCH_BOUND = 10_000_000
+# A judgement: on GPUs the host needs longer to launch the kernels of an inner step than they run, for models with fewer
+# parameters. 0.2M and 305M have been measured (docs/speed.md).
+_LAUNCH_BOUND = 10_000_000
 
 
 def initial_model(config: Config, data: TaskData, trainer: int) -> nn.Module:
@@ -156,14 +156,18 @@ def recompute_activations(model: nn.Module, model_type: str) -> None:
     model.disable_input_require_grads()
 
 
+def is_launch_bound(module: nn.Module, device: torch.device) -> bool:
+    """True if inner steps on a GPU probably wait for the host to launch their kernels."""
+    return device.type == "cuda" and sum(parameter.numel() for parameter in module.parameters()) <= _LAUNCH_BOUND
+
+
 def compile_mode(config: Config, device: torch.device, module: nn.Module) -> bool | str:
     """Return compile_model for a module on a device: `auto` carried out."""
     if config.compile_model != "auto":
         return config.compile_model
     if device.type == "cpu":
         return False
-    parameters = sum(parameter.numel() for parameter in module.parameters())
-    return "reduce-overhead" if parameters <= LAUNCH_BOUND else True
+    return "reduce-overhead" if is_launch_bound(module, device) else True
 
 
 def check_compiler(config: Config, processes: Processes) -> None:

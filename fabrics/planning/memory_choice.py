@@ -17,9 +17,9 @@ from utils.text import byte_size
 # for an H100, not measured.
 _START_TOKENS = 512
 # What a worker's round takes longer with state on the host, in tokens. The outer step of 1.1B parameters took as long
-# as 144,000 tokens on the 16 cores beside an H200 (docs/results/gpu.json, large_with_less). The moments only travel,
-# not measured: for P parameters 16 P bytes at 25 GB/s take as long as 6 P FLOPs for each of 42,000 tokens at 400
-# TFLOP/s.
+# as 144,000 tokens, with recomputed activations, on the 16 cores beside an H200 (docs/results/gpu.json,
+# large_with_less). The moments only travel, not measured: for P parameters 16 P bytes at 25 GB/s take as long as 6 P
+# FLOPs for each of 42,000 tokens at 400 TFLOP/s.
 _OUTER_STATE_TOKENS = 144_000
 _MOMENTS_TOKENS = 42_000
 _CHUNK = 256

@@ -8,7 +8,7 @@ import torch
 
 from algorithms.batch.calc_batch import BATCH_TESTS, NEED_INNER_PRODUCTS
 from algorithms.batch.per_example import PerExampleProbe, UnsupportedModuleError
-from fabrics.models.initialisation import LAUNCH_BOUND
+from fabrics.models.initialisation import is_launch_bound
 from fabrics.pool.node_pool import NodePool
 from fabrics.training.flat_model import FlatModel
 from fabrics.training.method_config import check_state
@@ -19,13 +19,14 @@ from fabrics.training.worker import Node
 from utils.config.schema import Config, ConfigError
 
 
-def turns_warning(device: torch.device, nodes: int, parameters: int) -> list[str]:
+def turns_warning(model: FlatModel, nodes: int) -> list[str]:
     """Return a warning if nodes of a GPU take turns for no reason, otherwise none; nodes: of this process."""
-    if device.type == "cpu" or nodes == 1 or parameters > LAUNCH_BOUND:
+    replays_graphs = model.compiled == "reduce-overhead"
+    if nodes == 1 or model.shard_group.size > 1 or replays_graphs or not is_launch_bound(model.module, model.device):
         return []
     return [
-        f"processes: {nodes} nodes take turns on {device}; with so small a model a process for each trains faster, up "
-        f"to {nodes} times (key processes)"
+        f"processes: {nodes} nodes take turns on {model.device}; with so small a model a process for each may train up "
+        f"to {nodes} times as fast (docs/speed.md)"
     ]
 
 

@@ -39,7 +39,7 @@ from tests.support.library import Regression, trained_regression
 from tests.support.runs import assert_same_run, write_config
 from trainers import Trainer
 
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU; make gpu runs these tests")
 GPU = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
 
 

@@ -1,5 +1,7 @@
 """Placement: the process that owns each node, and the device among those that it sees."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -96,28 +98,39 @@ def test_nccl_needs_a_gpu_of_its_own_for_every_process():
         ("cuda:1", ["GPU-a", "GPU-b"], "cuda:nccl", "cuda:1"),
         ("cuda:0", ["GPU-a", "GPU-a"], "cpu:gloo,cuda:nccl", "cpu"),
         ("cuda:1", ["GPU-a", "GPU-b"], "cpu:gloo,cuda:gloo", "cpu"),
+        ("cuda:0", ["GPU-a", "GPU-a"], "cpu:mpi,cuda:mpi", "cuda:0"),
     ],
 )
 def test_tensors_travel_between_gpus_if_nccl_can(device, identities, backends, expected):
     assert transport_device(torch.device(device), identities, backends) == torch.device(expected)
 
 
-def test_nccl_alone_cannot_connect_processes_that_share_a_gpu():
-    with pytest.raises(ValueError, match="2 processes on 1 GPUs need a process group with the backend 'cpu:gloo,cuda:"):
-        transport_device(torch.device("cuda:0"), ["GPU-a", "GPU-a"], "cuda:nccl")
+@pytest.mark.parametrize(("device", "identity"), [("cuda:0", "GPU-a"), ("cpu", "cpu")])
+def test_nccl_alone_cannot_connect_processes_that_share_a_device(device, identity):
+    with pytest.raises(ValueError, match="2 processes with 1 different devices need a process group with the backend"):
+        transport_device(torch.device(device), [identity, identity], "cuda:nccl")
 
 
 @pytest.mark.parametrize(
-    ("device", "nodes", "parameters", "warns"),
+    ("different", "nodes", "warns"),
     [
-        ("cuda:0", 4, 100_000, True),
-        ("cuda:0", 4, 300_000_000, False),
-        ("cuda:0", 1, 100_000, False),
-        ("cpu", 4, 100_000, False),
+        ({}, 4, True),
+        ({"module": torch.nn.Linear(300_000_000, 1, device="meta").requires_grad_(False)}, 4, False),
+        ({"compiled": "reduce-overhead"}, 4, False),
+        ({"shard_group": SimpleNamespace(size=2)}, 4, False),
+        ({"device": torch.device("cpu")}, 4, False),
+        ({}, 1, False),
     ],
 )
-def test_nodes_that_take_turns_on_a_gpu_with_a_small_model_are_a_warning(device, nodes, parameters, warns):
-    assert any("4 nodes take turns" in text for text in turns_warning(torch.device(device), nodes, parameters)) == warns
+def test_nodes_that_take_turns_on_a_gpu_with_a_small_model_are_a_warning(different, nodes, warns):
+    like = {
+        "module": torch.nn.Linear(100_000, 1, device="meta"),
+        "device": torch.device("cuda", 0),
+        "compiled": False,
+        "shard_group": SimpleNamespace(size=1),
+    }
+    found = turns_warning(SimpleNamespace(**(like | different)), nodes)
+    assert [text.startswith("processes: 4 nodes take turns on cuda:0") for text in found] == [True] * warns
 
 
 def test_impossible_placements_are_refused():

@@ -211,23 +211,26 @@ def gpus_of_their_own(slots: Sequence[Slot]) -> bool:
 
 
 def transport_device(device: torch.device, identities: Sequence[str], backends: str) -> torch.device:
-    """Return where tensors travel in a process group: in GPUs if every process has its own, otherwise in host memory.
+    """Return where tensors of this device travel in a process group: on it, or in host memory.
+
+    gloo moves only tensors of host memory between processes, and nccl refuses processes that share a GPU.
 
     Args:
-        device: the model's device in this process.
+        device: the model's device in this process, of one type in all processes.
         identities: of the devices of all processes.
         backends: of the process group, by type of device, such as "cpu:gloo,cuda:nccl".
 
     Raises:
-        ValueError: the group can do neither.
+        ValueError: the group cannot move tensors of host memory, but would have to.
     """
     by_type = dict(pair.split(":") for pair in backends.split(","))
-    own = len(set(identities)) == len(identities)
-    if device.type == "cpu" or (own and by_type.get(device.type) == "nccl"):
-        return device
-    if by_type.get("cpu") != "gloo":
+    shared = len(set(identities)) < len(identities)
+    backend = by_type.get(device.type)
+    through_host = backend in (None, "gloo") or (backend == "nccl" and shared)
+    travels_in = torch.device("cpu") if through_host else device
+    if travels_in.type not in by_type:
         raise ValueError(
-            f"model: {len(identities)} processes on {len(set(identities))} GPUs need a process group with the backend "
-            f"'cpu:gloo,cuda:nccl', not '{backends}'"
+            f"model: {len(identities)} processes with {len(set(identities))} different devices need a process group "
+            f"with the backend 'cpu:gloo,cuda:nccl', not '{backends}'"
         )
-    return torch.device("cpu")
+    return travels_in
