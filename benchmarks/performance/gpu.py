@@ -267,7 +267,7 @@ def section(results: Mapping) -> str:
             findings.append(f"{label}: {peak:.1f} GB allocated, {part['planned_bytes'] / 1e9:.1f} GB estimated")
     findings += [f"{name}: {part['problem']}" for name, part in parts.items() if "problem" in part]
     table = ["| what | tokens/s | MFU |", "| --- | --- | --- |", *rows]
-    origin = f"On {results['gpu']}, with PyTorch {results['torch']} (`make gpu`):"
+    origin = f"On {results['gpu']}, with PyTorch {results['torch']} (`python benchmarks/performance/gpu.py`):"
     return "\n".join([origin, "", *table, "", *(f"- {finding}" for finding in findings)])
 
 
