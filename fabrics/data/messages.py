@@ -72,6 +72,8 @@ def _messages(record: object, place: str) -> Messages:
         raise DatasetError(f'{place}: has "tools" or "tool_calls"; only the texts of messages are read')
     if not any(message["role"] == "assistant" for message in messages):
         raise DatasetError(f'{place}: no message has the role "assistant", whose answers are learned')
+    if messages[0]["role"] == "assistant":
+        raise DatasetError(f"{place}: begins with an answer; put a message of another role before it")
     # JSON can express half a surrogate pair, UTF-8 cannot: it becomes a question mark.
     return [
         {key: message[key].encode("utf-8", "replace").decode("utf-8") for key in ("role", "content")}

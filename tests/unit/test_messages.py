@@ -116,6 +116,7 @@ def test_the_statistics_are_of_the_losses_on_each_examples_own_answer(make):
         ('{"messages": []}', 'must be an object with a list "messages"'),
         ('{"messages": [{"role": "user"}]}', 'message 1 must have a "role" and a "content"'),
         ('{"messages": [{"role": "user", "content": "w1"}]}', 'no message has the role "assistant"'),
+        ('{"messages": [{"role": "assistant", "content": "w1"}]}', "begins with an answer"),
         ('{"messages": [{"role": "assistant", "content": "", "tool_calls": [{}]}]}', 'has "tools" or "tool_calls"'),
         ('{"messages": [{"role": "assistant", "content": "w1"}], "tools": [{}]}', 'has "tools" or "tool_calls"'),
     ],
