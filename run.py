@@ -438,10 +438,17 @@ def train_and_record(cluster: "Cluster", recorder: "Observer", folder: Path) -> 
 def start() -> int:
     open_standard_streams()
     try:
-        return main()
+        status = main()
+    except BrokenPipeError:  # the reader, such as head, has ended before --plan or --list
+        status = 1
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
-        return STATUS_INTERRUPTED
+        status = STATUS_INTERRUPTED
+    try:
+        sys.stdout.flush()
+    except OSError:  # Python would try once more at its end, and fail
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return status
 
 
 if __name__ == "__main__":

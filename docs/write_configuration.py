@@ -48,7 +48,8 @@ def page() -> str:
 def _row(name: str) -> str:
     default = getattr(Config(), name)
     meaning = FIELDS[name].metadata["meaning"]
-    if choices := choices_of(name):
+    choices = choices_of(name)
+    if len(choices) > 1:  # a single one is explained in the meaning
         number = "Any" if isinstance(default, list) else "One"
         meaning += f" {number} of {', '.join(f'`{choice}`' for choice in choices)}."
     return f"| `{name}` | `{json.dumps(default)}` | {meaning} |"

@@ -385,6 +385,15 @@ def test_help_answers_without_loading_anything(programs):
     assert 24 <= len(said.splitlines()) <= 40
 
 
+def test_a_reader_of_a_list_may_end_early(programs):
+    read, write = os.pipe()
+    os.close(read)
+    process = programs.start("run.py", "--list", "methods", apart=True, stdout=write)
+    os.close(write)
+    assert process.communicate()[1] == ""
+    assert process.returncode == 0
+
+
 @pytest.mark.parametrize(
     ("kind", "registry"),
     [

@@ -51,6 +51,12 @@ def _auto_or_a_count(value):
     return value
 
 
+def _compile_mode(value):
+    if not isinstance(value, bool) and value not in ("auto", "reduce-overhead"):
+        raise ValueError("Input should be true, false, auto or reduce-overhead")
+    return value
+
+
 def _link(value: str) -> str:
     Link.parse(value)
     return value
@@ -183,14 +189,15 @@ class Computation(Section):
     """Precision and memory"""
 
     autocast: Literal["bfloat16"] | None = key(
-        None, "Type in which models compute (torch.autocast); parameters, moments and sums stay float32; null: float32."
+        None,
+        "bfloat16: models compute in it (torch.autocast); parameters, moments and sums stay float32; null: float32.",
     )
     float32_matmul_precision: Literal["highest", "high", "medium"] | None = key(
         None,
         "Precision of float32 matrix products in PyTorch: high is TF32 on GPUs, medium bfloat16; null: high on GPUs, "
         "highest on CPUs.",
     )
-    compile_model: bool | Literal["reduce-overhead", "auto"] = key(
+    compile_model: Annotated[bool | Literal["reduce-overhead", "auto"], BeforeValidator(_compile_mode)] = key(
         False,
         "Compile the model (torch.compile); reduce-overhead: also replay CUDA graphs, for small models on GPUs; auto: "
         "false on CPUs, on GPUs reduce-overhead for up to 10M parameters and true for more.",
