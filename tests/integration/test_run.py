@@ -391,7 +391,7 @@ def test_a_reader_of_a_list_may_end_early(programs):
     process = programs.start("run.py", "--list", "methods", apart=True, stdout=write)
     os.close(write)
     assert process.communicate()[1] == ""
-    assert process.returncode == 0
+    assert process.returncode == 1
 
 
 @pytest.mark.parametrize(
