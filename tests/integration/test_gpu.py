@@ -74,6 +74,7 @@ def test_a_loop_of_ones_own_on_a_gpu_trains_as_on_the_cpu():
     assert loops[0].worker.requested_batch == loops[1].worker.requested_batch > 4
 
 
+@needs_gpu
 def test_workers_of_the_library_may_share_a_gpu():
     batch = adloco.AdaptiveBatch(initial=4, max_micro_batch=4, largest=24, eta=0.4)
     results = []
