@@ -32,7 +32,7 @@ Measure = Callable[[int], int | None]
 
 _CPU_PROBES = (1, 2)
 _CUDA_PROBES = (1, 2, 4)
-# A grid of CUDA has at most so many blocks along its second axis. Flash attention needs one for each example.
+# Flash attention starts one block of threads per example, along an axis on which CUDA allows no more blocks than this.
 _CUDA_LARGEST = 65_535
 
 

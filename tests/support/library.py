@@ -109,6 +109,8 @@ def begin_with_unlike_processes(interrupted: list[dict], alone: dict) -> dict:
     attempt("model, shapes", lambda: adloco.Worker(linear, torch.optim.SGD(linear.parameters(), lr=0.1)))
     small = nn.Linear(4, 1, dtype=(torch.float32, torch.float64)[rank])
     attempt("model, types", lambda: adloco.Worker(small, torch.optim.SGD(small.parameters(), lr=0.1)))
+    placed = nn.Linear(4, 1, device=("cpu", "meta")[rank])
+    attempt("type of the model's device", lambda: adloco.Worker(placed, torch.optim.SGD(placed.parameters(), lr=0.1)))
     optimizer = (torch.optim.SGD, torch.optim.Adam)[rank]
     attempt("optimizer", lambda: adloco.Worker(model, optimizer(model.second.parameters(), lr=0.1)))
     model.first.requires_grad_(rank == 1)
