@@ -133,25 +133,16 @@ class Clocks:
         steps: int,
         step_seconds: Sequence[float],
         events: Iterable[Event],
-        first_seconds: Sequence[float] | None = None,
     ) -> None:
-        """Advance the nodes of a trainer through a round.
-
-        Args:
-            nodes: number of a worker -> its node.
-            first_seconds: of each worker in the first inner step, in addition.
-        """
+        """Advance the nodes of a trainer through a round; nodes: number of a worker -> its node."""
         under_way = self._under_way.pop(trainer, [])
         queue = joined(events)
-        first_seconds = first_seconds or [0.0] * len(nodes)
         done = 0
         while done < steps:
             times = [exchange.due for exchange in under_way] + [event.step for event in queue[:1]]
             next_event = max(done, min([*times, steps]))
-            for node, each, first in zip(nodes.values(), step_seconds, first_seconds, strict=True):
+            for node, each in zip(nodes.values(), step_seconds, strict=True):
                 seconds = (next_event - done) * each
-                if done == 0 < next_event:
-                    seconds += first
                 self._ready[node] += seconds
                 self.spent[node].busy += seconds
             done = next_event
@@ -230,7 +221,7 @@ class Clocks:
 
 
 class Computing(NamedTuple):
-    """The work of a worker in a round: its node, its examples, and the measured seconds that they took."""
+    """The work of a worker in a round: its node, its examples, and the seconds that they took."""
 
     node: int
     examples: int
@@ -243,14 +234,13 @@ class RunClock:
     Every round is `begin_round`, `run` for each trainer, `end_round`, and `merge` after some.
 
     Args:
-        speeds: examples per second of every node. An example takes 1 / speed seconds, and an exchange the time of the
-            link, so that times are the same in every run. None: inner steps take their measured time, and exchanges no
-            time.
+        speeds: examples per second of every node. An example takes 1 / speed seconds, so that times are the same in
+            every run. None: inner steps take the seconds that `begin_round` is given.
     """
 
     def __init__(self, nodes: int, speeds: Sequence[float] | None, link: Link):
         self._speeds = speeds
-        self.clocks = Clocks(Link() if speeds is None else link, nodes)
+        self.clocks = Clocks(link, nodes)
         self._nodes: dict[int, list[int]] = {}  # of each trainer in the last round
         self._redistributed_bytes = 0  # in all
         self._computing: Mapping[int, Mapping[int, Computing]] = {}

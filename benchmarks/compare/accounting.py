@@ -1,23 +1,21 @@
 """Usage of a run after every round, and its simulated time on other hardware and another network.
 
 Simulated time. Every node has its own device. An inner step with micro-batches b_1, b_2, ... takes the sum of
-max(t_min, b_i * t_example). The statistics of a batch test are added to the first step of a round. With `node_speeds`
+max(t_min, b_i * t_example). The statistics of a batch test are spread over the steps of their round. With `node_speeds`
 this is the time of the fastest node, and the others take proportionally longer. An exchange of exchange_log.csv takes
 latency + bytes / bandwidth, with the bytes of one worker's link. Merges and redistributions use the bytes of the round
 log. An exchange that the method overlaps with inner steps delays only the step that waits for it. All others block.
 """
 
 import math
-from collections.abc import Mapping
-from typing import NamedTuple
 
 import numpy as np
 import torch
 from pydantic import ConfigDict, NonNegativeFloat, PositiveFloat
 from pydantic.dataclasses import dataclass as checked_dataclass
 
-from algorithms.nodes.traffic import Link, merge_exchange, redistribution_exchange
-from algorithms.nodes.virtual_clock import Clocks
+from algorithms.nodes.traffic import Link, merge_exchange
+from algorithms.nodes.virtual_clock import Computing, RunClock
 from algorithms.synchronisation.encodings import PLAIN
 from training_logs.showing.run_data import RunData
 
@@ -62,91 +60,46 @@ def usage(run: RunData) -> dict[str, np.ndarray]:
 # Simulated time
 
 
-class _Computing(NamedTuple):
-    """Seconds of one node in a round: per inner step, and of the statistics."""
-
-    step: float
-    statistics: float
-
-
-def _pass_seconds(row: np.void, config: Mapping, hardware: Hardware, batch: float, parts: float) -> _Computing:
-    """Seconds of an inner step with a batch in several micro-batches, and of the round's statistics."""
-    micro_batch = batch / parts
-    statistics = 0.0
-    if config["statistics_estimator"] == "per_example" and not math.isnan(row["gradient_sample_size"]):
-        sample = config["statistics_batch_size"]
+def _seconds(run: RunData, row: np.void, worker: np.void, hardware: Hardware) -> float:
+    """Seconds in which a worker computes in a round, with the statistics of a batch test."""
+    batch = worker["examples"]
+    parts = math.ceil(batch / row["micro_batch"])
+    one_step = parts * hardware.pass_seconds(batch / parts)
+    seconds = worker["inner_steps"] * one_step
+    if run.config["statistics_estimator"] == "per_example" and not math.isnan(row["gradient_sample_size"]):
+        sample = run.config["statistics_batch_size"]
         if batch > 1:
-            statistics += (PROBED_PASS - 1.0) * parts * hardware.pass_seconds(micro_batch)
+            seconds += (PROBED_PASS - 1.0) * one_step
         if batch < sample:
-            statistics += PROBED_PASS * hardware.pass_seconds(sample)
-    return _Computing(parts * hardware.pass_seconds(micro_batch), statistics)
-
-
-def _computing(
-    run: RunData, row: np.void, hardware: Hardware, workers: int, first: int, nodes: int
-) -> dict[int, _Computing]:
-    """Seconds of each node of a trainer in a round; first: number of nodes of the trainers before this one."""
-    place = (int(row["outer_step"]), int(row["trainer_id"]))
+            seconds += PROBED_PASS * hardware.pass_seconds(sample)
     speeds = run.config.get("node_speeds")
-    if speeds is None or len(run.nodes.get(place, ())) != workers:
-        seconds = _pass_seconds(row, run.config, hardware, row["effective_batch"] / workers, row["accumulation_steps"])
-        # With more trainers than nodes, nodes serve them in turn.
-        return dict.fromkeys(sorted({number % nodes for number in range(first, first + workers)}), seconds)
-    found = {}
-    for worker in run.nodes[place]:
-        parts = math.ceil(worker["examples"] / row["micro_batch"])
-        seconds = _pass_seconds(row, run.config, hardware, worker["examples"], parts)
-        slower = max(speeds) / worker["speed"]
-        steps = worker["inner_steps"] / row["inner_steps"]
-        found[int(worker["node"])] = _Computing(seconds.step * slower * steps, seconds.statistics * slower)
-    return found
-
-
-def _nodes(run: RunData, row: np.void) -> set[int]:
-    """The nodes of a trainer in a round; as many numbers where the node log is missing."""
-    logged = run.nodes.get((int(row["outer_step"]), int(row["trainer_id"])))
-    return set(range(int(row["nodes"]))) if logged is None else set(logged["node"].astype(int).tolist())
+    return seconds * max(speeds) / worker["speed"] if speeds else seconds
 
 
 def simulated_seconds(run: RunData, hardware: Hardware, network: Network) -> list[float]:
     """Return the seconds from the start to the arrival of the messages of each round."""
     nodes = run.config["nodes_per_gpu"] * len(run.summary["devices"])
-    clocks = Clocks(Link(network.bits_per_second, network.latency), nodes)
-    nodes_before: dict[int, set[int]] = {}
-    bytes_before = {"bytes_merged": 0.0, "bytes_redistributed": 0.0}
+    clock = RunClock(nodes, None, Link(network.bits_per_second, network.latency))
+    merged_bytes = 0.0
     found = []
     for step, rows in run.by_round.items():
-        totals = {name: float(rows[0][name]) for name in bytes_before}
-        merged_bytes = totals["bytes_merged"] - bytes_before["bytes_merged"]
-        redistributed_bytes = totals["bytes_redistributed"] - bytes_before["bytes_redistributed"]
-        bytes_before = totals
-        nodes_now = {int(row["trainer_id"]): _nodes(run, row) for row in rows}
-        if redistributed_bytes:
-            came = sum(len(own - nodes_before.get(trainer, own)) for trainer, own in nodes_now.items())
-            clocks.exchange_all(redistribution_exchange(came, redistributed_bytes).link)
-        nodes_before = nodes_now
-        taken = 0
-        idle = set(range(nodes))
+        computing = {}
         for row in rows:
-            workers = int(row["nodes"])
-            computing = _computing(run, row, hardware, workers, taken, nodes)
-            taken += workers
-            idle -= computing.keys()
-            clocks.round(
-                trainer=int(row["trainer_id"]),
-                nodes=dict(enumerate(computing)),
-                steps=int(row["inner_steps"]),
-                step_seconds=[seconds.step for seconds in computing.values()],
-                events=run.exchanges.get((step, int(row["trainer_id"])), ()),
-                first_seconds=[seconds.statistics for seconds in computing.values()],
-            )
-        clocks.skip(idle)
-        if len(rows) > 1:
-            clocks.barrier()
+            trainer = int(row["trainer_id"])
+            workers = run.nodes[step, trainer]
+            computing[trainer] = {
+                int(worker["worker"]): Computing(int(worker["node"]), 0, _seconds(run, row, worker, hardware))
+                for worker in workers
+            }
+        clock.begin_round(computing, float(rows[0]["bytes_redistributed"]))
+        for row in rows:
+            trainer = int(row["trainer_id"])
+            clock.run(trainer, int(row["inner_steps"]), run.exchanges.get((step, trainer), ()))
+        clock.end_round()
         if step in run.merges:
             merge = run.merges[step]
-            others = len(merge.weights) - 1
-            link_bytes = merge_exchange(others, len(nodes_now[merge.representative]), merged_bytes).link
-            clocks.exchange_all(link_bytes)
-        found.append(clocks.elapsed)
+            merged = float(rows[0]["bytes_merged"]) - merged_bytes
+            clock.merge(merge_exchange(len(merge.weights) - 1, len(computing[merge.representative]), merged))
+        merged_bytes = float(rows[0]["bytes_merged"])
+        found.append(clock.elapsed)
     return found

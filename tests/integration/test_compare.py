@@ -160,8 +160,8 @@ class SyntheticRunner:
 
     def data(self, run) -> RunData:
         metric = 20.0 + 1000.0 * run.settings.get("learning_rate_for_inner_opt", 0.0) + run.seed
-        columns = "outer_step trainer_id nodes effective_batch accumulation_steps tokens inner_steps communications"
-        row = dict(zip(columns.split(), (1, 0, 1, 8, 1, 80, 10, 0), strict=True))
+        columns = "outer_step trainer_id nodes effective_batch micro_batch tokens inner_steps communications"
+        row = dict(zip(columns.split(), (1, 0, 1, 8, 8, 80, 10, 0), strict=True))
         row |= {"bytes_communicated": 0, "gradient_sample_size": math.nan, "validation_metric": metric}
         row |= {"bytes_merged": 0, "bytes_redistributed": 0}
         summary = {"metric": "perplexity", "metric_higher_is_better": False, "metric_decimals": 2, "outer_steps": 1}
@@ -170,7 +170,10 @@ class SyntheticRunner:
         summary |= {"data_digest": self._data, "versions": {"python": "3.11"}, "status": "completed"}
         summary |= {"invocations": [{"commit": "c0ffee", "changed": True, "hardware": [machine]}]}
         config = {"nodes_per_gpu": 1, "statistics_estimator": "per_example", "statistics_batch_size": 8}
-        return RunData(Path("synthetic"), config, summary, table_of([row]), [])
+        made = RunData(Path("synthetic"), config, summary, table_of([row]), [])
+        worker = {"outer_step": 1, "trainer_id": 0, "worker": 0, "node": 0, "examples": 8, "inner_steps": 10}
+        made.__dict__["node_rows"] = table_of([worker])
+        return made
 
 
 def test_only_missing_outcomes_are_made_and_only_of_the_same_data(tmp_path):

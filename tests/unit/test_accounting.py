@@ -27,10 +27,24 @@ def row(step, trainer, nodes, batch, parts=1, sample=NOTHING, **totals):
     } | totals  # fmt: skip
 
 
+def worker_rows(rows, nodes):
+    """Rows of node_log.csv of workers with equal shares; trainers take nodes in turn."""
+    found = []
+    for entry in rows:
+        place = {name: entry[name] for name in ("outer_step", "trainer_id", "inner_steps")}
+        taken = sum(other["outer_step"] == entry["outer_step"] for other in found)
+        for worker in range(entry["nodes"]):
+            share = {"worker": worker, "node": (taken + worker) % nodes, "speed": 1.0}
+            found.append(place | share | {"examples": entry["effective_batch"] // entry["nodes"]})
+    return found
+
+
 def made_run(rows, merges=None, nodes_per_gpu=4, folder=Path("made"), **config):
     values = {"nodes_per_gpu": nodes_per_gpu, "communication_dtype": "float32", "statistics_estimator": "per_example"}
     values |= {"statistics_batch_size": 8}
     run = RunData(folder, values | config, {"parameters": 1000, "devices": ["cpu"]}, table_of(rows), merges or {})
+    if not (run.report_dir / "node_log.csv").exists():
+        run.__dict__["node_rows"] = table_of(worker_rows(rows, nodes_per_gpu))
     if not (run.report_dir / "exchange_log.csv").exists():  # an all-reduce of the parameters at the end of every round
         run.__dict__["exchanges"] = {
             (entry["outer_step"], entry["trainer_id"]): [
@@ -91,8 +105,9 @@ def test_nodes_that_replace_others_receive_their_state_side_by_side(tmp_path):
     report = tmp_path / "model_training_report"
     report.mkdir()
     nodes = [(1, 0, 0), (1, 0, 1), (2, 0, 2), (2, 0, 3)]
-    lines = ["outer_step,trainer_id,node", *(",".join(map(str, row)) for row in nodes), ""]
-    (report / "node_log.csv").write_text("\n".join(lines))
+    lines = ["outer_step,trainer_id,worker,node,examples,inner_steps"]
+    lines += [f"{step},{trainer},{node % 2},{node},10,20" for step, trainer, node in nodes]
+    (report / "node_log.csv").write_text("\n".join([*lines, ""]))
     run = made_run([row(1, 0, 2, 20), row(2, 0, 2, 20, bytes_redistributed=2 * 8_000)], folder=tmp_path)
     one = 20 * 0.02 + (0.5 + 8 * 4_000 / 8_000)
     expected = [one, 2 * one + (0.5 + 8 * 8_000 / 8_000)]

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from pathlib import Path
 
+from algorithms.nodes.traffic import Link
 from algorithms.nodes.virtual_clock import RunClock
 from fabrics.training.worker import WorkerRound
 from training_logs.recording.csv_log import CsvLog
@@ -28,7 +29,9 @@ class NodeLog:
             self._clock.load_state_dict(state["clock"])
 
     def _new_clock(self, nodes: int) -> RunClock:
-        return RunClock(nodes, self._config.node_speeds, self._config.simulated_link)
+        # Without given speeds the clock measures how nodes compute, and exchanges take no time.
+        link = Link() if self._config.node_speeds is None else self._config.simulated_link
+        return RunClock(nodes, self._config.node_speeds, link)
 
     def state_dict(self) -> dict:
         return {"log": self.csv.state_dict(), "clock": self._clock.state_dict()}
