@@ -182,15 +182,6 @@ def test_a_mean_leaves_out_absent_workers_and_equal_weights_change_no_bits(encod
     assert not empty.any()
 
 
-def test_more_processes_than_nodes_is_a_clear_error(programs, tmp_path):
-    config = tmp_path / "config.yaml"
-    config.write_text(f"{{number_of_outer_steps: 1, nodes_per_gpu: 1, clearml: 'off', log_dir: {tmp_path}/logs}}")
-    result = programs.torchrun(2, "run.py", "--config", config, status=1)
-    (error,) = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
-    assert error.startswith("error: processes: 2 processes on a machine with 1 nodes (cpu, nodes_per_gpu 1)")
-    assert not (tmp_path / "logs").exists()
-
-
 def test_the_shortened_demo_gives_the_same_run_on_one_and_four_processes(programs, tmp_path, cache_dir):
     """The program itself, through merges, redistribution and accumulation: weights, CSVs and summary."""
     values = {

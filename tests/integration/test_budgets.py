@@ -1,10 +1,8 @@
 """Limits and budgets of a run: examples, tokens, communications, bytes and seconds."""
 
-import dataclasses
 import math
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 
 from algorithms.nodes.traffic import rounds_ahead
@@ -12,16 +10,11 @@ from cluster import Cluster
 from fabrics.pool.round_scheduler import exchange_sizes
 from fabrics.training.outer_round import OuterRound
 from tests.support.helpers import (
-    TINY_ARCHITECTURE,
-    VOCABULARY,
     Recorder,
     bits,
     budget_settings,
     light_cluster,
-    make_config,
-    padded,
     resumed,
-    tiny_data,
 )
 from training_logs.recording.node_log import NodeLog
 from utils.checkpoint.checkpoint import newest_checkpoint
@@ -80,24 +73,6 @@ def test_a_limit_is_exceeded_by_less_than_one_inner_step(limit, examples):
     cluster = light_cluster(number_of_outer_steps=None, sampling_method="none", merge_frequency=99, **limit)
     cluster.train(Recorder())
     assert cluster.counters.examples == examples
-
-
-def test_sequences_of_different_lengths_exceed_a_token_limit_by_less_than_one_step():
-    limit = 1700
-    lengths = np.random.default_rng(3).choice([2, 60], 96)
-    texts = [np.random.default_rng(length).integers(1, VOCABULARY, length).tolist() for length in lengths]
-    config = make_config(
-        model_config=TINY_ARCHITECTURE, number_of_outer_steps=None, number_of_inner_steps_between_outers=30,
-        sampling_method="none", merge_frequency=99, max_tokens=limit, sequence_length=64,
-    )  # fmt: skip
-    cluster = Cluster(config, dataclasses.replace(tiny_data(), train=padded(texts)))
-    cluster.train(Recorder())
-    assert cluster.counters.outer_steps == 1
-    last = 0
-    for trainer in cluster.trainers.values():
-        trainer.cursor.positions[trainer.id] -= trainer.split_work().effective_batch
-        last += trainer.split_work().tokens(1)
-    assert 0 <= cluster.counters.tokens - limit < last
 
 
 @pytest.mark.parametrize(

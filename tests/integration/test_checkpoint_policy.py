@@ -1,14 +1,11 @@
 """The checkpoint policy: when checkpoints are written, and when a run stops."""
 
-import os
-import signal
 from types import SimpleNamespace
 
 import pytest
 
 from fabrics.pool.checkpoint_policy import CheckpointPolicy, Vote
 from tests.support.helpers import Recorder, light_cluster
-from utils.distributed.signals import StopRequest
 
 ALONE = {"number_of_initial_trainers": 1, "nodes_per_gpu": 1, "number_of_inner_steps_between_outers": 1}
 ALONE |= {"sampling_method": "none"}
@@ -58,22 +55,3 @@ def test_all_processes_do_what_one_votes_for(vote):
     assert policy.decision == vote
     policy.decide([Vote(), Vote()])
     assert policy.decision == Vote()
-
-
-def test_a_signal_ends_the_run_after_its_round_with_a_checkpoint(tmp_path):
-    class Interrupted(Recorder):
-        def on_step(self):
-            super().on_step()
-            if self.steps == 2:
-                os.kill(os.getpid(), signal.SIGTERM)
-
-    cluster = light_cluster(number_of_outer_steps=4, **ALONE | {"number_of_inner_steps_between_outers": 3})
-    before = signal.getsignal(signal.SIGTERM)
-    try:
-        with StopRequest() as stop:
-            assert cluster.train(Interrupted(), tmp_path, stop) == {}
-    finally:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else before)
-    assert cluster.interrupted
-    assert checkpoints(tmp_path) == ["round_00001"]

@@ -1,7 +1,5 @@
 """Commands, configurations and Python of README and docs: files, options, keys and imports are there."""
 
-import ast
-import importlib
 import re
 
 import pytest
@@ -44,14 +42,3 @@ def test_configurations_are_known(block):
         ComparisonSpec.model_validate(whole | {"reference": values["methods"][0]["name"]} | values)
     else:
         parse_config({"max_tokens": 1} | values, checks=CHECKS)
-
-
-@pytest.mark.parametrize("block", [block for block in ALL if block.language == "python"], ids=str)
-def test_python_imports_what_is_there(block):
-    for node in ast.walk(ast.parse(block.text)):
-        if isinstance(node, ast.Import):
-            for name in node.names:
-                importlib.import_module(name.name)
-        elif isinstance(node, ast.ImportFrom):
-            module = importlib.import_module(node.module)
-            assert all(hasattr(module, name.name) for name in node.names)

@@ -43,21 +43,10 @@ def test_documented_example_is_a_valid_comparison(tmp_path):
     [
         ({"reference": "SGD"}, "reference: must be one of the methods, got 'SGD'"),
         ({"sedes": [1]}, "sedes: unknown key; did you mean seeds?"),
-        ({"seeds": []}, "seeds: "),
-        ({"methods": [{"overrides": {}}]}, "methods[0].name: is missing"),
         ({"networks": []}, "hardware, networks: give both or neither"),
         ({"methods": [{"name": "AdLoCo", "overrides": {"ETTA": 1}}]}, "AdLoCo: ETTA: unknown key"),
         ({"methods": [{"name": "AdLoCo"}, {"name": "AdLoCo"}]}, "methods: 'AdLoCo' is there twice"),
         ({"seeds": [1, 2, 1]}, "seeds: 1 is there twice"),
-        (
-            {"networks": [{"name": "slow", "bits_per_second": bits, "latency": 0.0} for bits in (1e3, 1e6)]},
-            "networks: 'slow' is there twice",
-        ),
-        (
-            {"networks": [{"name": "none", "bits_per_second": 0.0, "latency": 0.0}]},
-            "networks[0].bits_per_second: should be greater than 0, got 0.0",
-        ),
-        ({"methods": [{"name": "AdLoCo", "overrides": {"ETA": -1}}]}, "AdLoCo: ETA: "),
         (
             {"methods": [{"name": "AdLoCo", "overides": {}}]},
             "methods[0].overides: unknown key; did you mean overrides?",

@@ -25,7 +25,7 @@ from cluster import Cluster
 from tests.support.comparisons import small_comparison
 from tests.support.helpers import LocalProcesses, warnings_of, without_privileges
 from tests.support.programs import LIMIT_SECONDS
-from tests.support.runs import assert_same_run, error_lines, summary, write_config
+from tests.support.runs import assert_same_run, before_round, error_lines, summary, write_config
 from training_logs.recording.run_folder import lock_run
 from training_logs.showing.run_data import RunFolderError
 from utils.checkpoint.checkpoint import Checkpoints, newest_checkpoint
@@ -352,18 +352,6 @@ def test_a_run_that_trains_keeps_its_folder_when_the_same_run_is_started_again(t
 # Disks
 
 
-def broken_after(monkeypatch, rounds: int, fault: Callable[[], object]) -> None:
-    """Let something happen to the disk after this number of rounds of a run."""
-    run_round = Cluster.run_round
-
-    def run_then_break(self, *arguments):
-        if self.counters.outer_steps == rounds:
-            fault()
-        return run_round(self, *arguments)
-
-    monkeypatch.setattr(Cluster, "run_round", run_then_break)
-
-
 def replaced_by_a_file(path: Path) -> None:
     shutil.rmtree(path)
     path.write_text("")
@@ -376,7 +364,7 @@ def replaced_by_a_file(path: Path) -> None:
 def test_a_folder_that_is_lost_while_a_run_trains_costs_warnings(tmp_path, cache_dir, monkeypatch, name, fault):
     """The exit status is 1 if models cannot be written."""
     folder = tmp_path / "logs" / "whole"
-    broken_after(monkeypatch, 1, lambda: fault(folder / name))
+    before_round(monkeypatch, 1, lambda: fault(folder / name))
     assert start(tmp_path, cache_dir) == int(fault is not shutil.rmtree and name in (".", "model_weights"))
     if name not in (".", "model_training_report"):
         assert summary(folder)["outer_steps"] == ROUNDS
@@ -414,7 +402,7 @@ def test_a_resume_brings_back_what_a_read_only_folder_has_cost(whole, tmp_path, 
     save_models = Cluster.save_models
     with contextlib.ExitStack() as disk:
         if rounds < ROUNDS:
-            broken_after(monkeypatch, rounds, lambda: disk.enter_context(read_only(folder, name)))
+            before_round(monkeypatch, rounds, lambda: disk.enter_context(read_only(folder, name)))
         else:
 
             def save(self, place, *arguments):
@@ -439,7 +427,7 @@ def test_a_resume_brings_back_what_a_full_disk_has_cost(whole, tmp_path, cache_d
     """No room for the last rows, for models, or for checkpoints."""
     unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     with contextlib.ExitStack() as disk:
-        broken_after(monkeypatch, 1, lambda: disk.enter_context(files_limited_to(limit)))
+        before_round(monkeypatch, 1, lambda: disk.enter_context(files_limited_to(limit)))
         assert start(tmp_path, cache_dir) == int(limit < 40_000)
     assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] == unlimited
     monkeypatch.undo()
@@ -486,7 +474,7 @@ def test_a_clock_that_is_set_changes_nothing(whole, stopped, monkeypatch):
         os.utime(path, (86_400 * 400 + 86_400 * days, 86_400 * 400 + 86_400 * days))
     now = time.time
     monkeypatch.setattr(time, "time", lambda: now() + 86_400 * days)
-    broken_after(monkeypatch, ROUNDS - 1, lambda: monkeypatch.setattr(time, "time", lambda: now() - 86_400 * days))
+    before_round(monkeypatch, ROUNDS - 1, lambda: monkeypatch.setattr(time, "time", lambda: now() - 86_400 * days))
     assert resume(stopped) == 0
     assert warnings_of(stopped) == []
     assert_same_run(stopped, whole)

@@ -17,15 +17,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import adloco
 from algorithms.schedule.limits import RoundSchedule
 from fabrics.data.examples import PackedSequences
-from fabrics.data.sampler import DataCursor, Subsets
 from fabrics.pool import max_batch
 from fabrics.pool.max_batch import calculate_max_batch
 from fabrics.training.flat_model import FlatModel
 from fabrics.training.inner_loop import InnerLoop, backward
-from fabrics.training.worker import Node
 from gradient_analysis.gradients import Gradients
 from tests.support.helpers import (
-    LocalProcesses,
     in_one_type,
     make_config,
     make_trainer,
@@ -37,7 +34,6 @@ from tests.support.helpers import (
 )
 from tests.support.library import Regression, trained_regression
 from tests.support.runs import assert_same_run, write_config
-from trainers import Trainer
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU; make gpu runs these tests")
 GPU = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
@@ -56,11 +52,7 @@ def test_rounds_on_a_gpu_equal_the_cpu():
     config = make_config(INITIAL_BATCH_SIZE=8, ETA=0.5)
     examples, model = PackedSequences(random_sequences(60)), in_one_type(tiny_llama())
     expected = make_trainer(copy.deepcopy(model), config, examples)
-    working = FlatModel(model, GPU)
-    cursor = DataCursor(Subsets(config.training_seed, 60), [0])
-    processes = LocalProcesses([GPU], 2)
-    trainer = Trainer(0, config, working.parameters.detach().clone(), cursor, examples, {GPU: working}, processes)
-    trainer.assign_nodes((Node(0, GPU, 64), Node(1, GPU, 64)))
+    trainer = make_trainer(FlatModel(model, GPU), config, examples)
     reports = train(trainer, 3), train(expected, 3)
     assert [r.requested_batch for r in reports[0]] == [r.requested_batch for r in reports[1]]
     torch.testing.assert_close(trainer.parameters.cpu(), expected.parameters, rtol=1e-6, atol=1e-8)
@@ -160,10 +152,7 @@ def test_inner_steps_never_wait_for_the_gpu(autocast):
     model = tiny_llama(dtype=torch.float32, hidden_size=size, intermediate_size=size)
     dtype = None if autocast is None else getattr(torch, autocast)
     working, examples = FlatModel(model, GPU, dtype), PackedSequences(random_sequences(60, 64))
-    cursor = DataCursor(Subsets(config.training_seed, 60), [0])
-    processes = LocalProcesses([GPU], 1)
-    trainer = Trainer(0, config, working.parameters.detach().clone(), cursor, examples, {GPU: working}, processes)
-    trainer.assign_nodes((Node(0, GPU, 4),))
+    trainer = make_trainer(working, config, examples, nodes=1, max_batch=4)
     train(trainer, 1)  # libraries wait at their first use
     trainer.assign_nodes(trainer.nodes)
     assignment = trainer.assignments(trainer.split_work(), RoundSchedule(5, 0.0, 0.5))[0]
@@ -194,10 +183,7 @@ def test_cuda_graphs_train_what_eager_steps_do():
             number_of_inner_steps_between_outers=6,
         )  # fmt: skip
         working = FlatModel(tiny_llama(dtype=torch.float32), GPU, compiled=compiled)
-        examples, cursor = PackedSequences(random_sequences(60)), DataCursor(Subsets(config.training_seed, 60), [0])
-        start = working.parameters.detach().clone()
-        trainer = Trainer(0, config, start, cursor, examples, {GPU: working}, LocalProcesses([GPU], 1))
-        trainer.assign_nodes((Node(0, GPU, 4),))
+        trainer = make_trainer(working, config, PackedSequences(random_sequences(60)), nodes=1, max_batch=4)
         train(trainer, 3)
         found.append(trainer.parameters)
     torch.testing.assert_close(found[1], found[0], rtol=0, atol=1e-4)
@@ -208,10 +194,7 @@ def test_bfloat16_rounds_stay_near_float32_rounds():
     for dtype in (None, torch.bfloat16):
         config, examples = make_config(INITIAL_BATCH_SIZE=8), PackedSequences(random_sequences(60))
         working = FlatModel(tiny_llama(dtype=torch.float32), GPU, dtype)
-        cursor = DataCursor(Subsets(config.training_seed, 60), [0])
-        start = working.parameters.detach().clone()
-        trainer = Trainer(0, config, start, cursor, examples, {GPU: working}, LocalProcesses([GPU], 1))
-        trainer.assign_nodes((Node(0, GPU, 64),))
+        trainer = make_trainer(working, config, examples, nodes=1)
         reports = train(trainer, 2)
         assert trainer.parameters.dtype == torch.float32
         found.append(reports[-1].train_loss)
@@ -225,10 +208,7 @@ def test_state_in_host_memory_gives_nearly_the_same_rounds():
     for key in (None, "offload_outer_state", "offload_moments"):
         values = {} if key is None else {key: True}
         config, examples = make_config(**values), PackedSequences(random_sequences(60))
-        working, cursor = FlatModel(tiny_llama(), GPU), DataCursor(Subsets(config.training_seed, 60), [0])
-        start, processes = working.parameters.detach().clone(), LocalProcesses([GPU], 2)
-        trainer = Trainer(0, config, start, cursor, examples, {GPU: working}, processes)
-        trainer.assign_nodes((Node(0, GPU, 64), Node(1, GPU, 64)))
+        trainer = make_trainer(FlatModel(tiny_llama(), GPU), config, examples)
         train(trainer, 3)
         moments = trainer.workers[0].moments["exp_avg"]
         for state, offloads in ((trainer.parameters, "offload_outer_state"), (moments, "offload_moments")):

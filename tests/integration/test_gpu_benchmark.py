@@ -10,32 +10,6 @@ from benchmarks.performance.throughput import OVERHEAD, BareLoop, LibraryLoop, m
 from tests.support.helpers import TINY_ARCHITECTURE
 from tests.support.runs import PAGE
 
-PARTS = {
-    "tests": {"status": 0, "passed": 10},
-    "eager": {
-        "tokens_per_second": {"bare_loop": 200_000.0, "inner_steps": 190_000.0},
-        "mfu": {"bare_loop": 0.4, "inner_steps": 0.38},
-        "inner_steps_of_bare_loop": 0.95,
-        "statistics_share_of_200_steps": 0.0125,
-    },
-    "compiled": {
-        "tokens_per_second": {"inner_steps": 250_000.0},
-        "mfu": {"inner_steps": 0.5},
-        "inner_steps_of_bare_loop": 0.99,
-        "statistics_share_of_200_steps": 0.01,
-    },
-    "graphs": {"tokens_per_second": {"eager": 50_000.0, "compiled": 75_000.0, "graphs": 250_000.0}},
-    "trainers": {"tokens_per_second": {"1": 60_000.0, "2": 100_000.4}},
-    "exo_gym": {"tokens_per_second": {"EXO Gym": 30_000.0, "this project": 70_000.0}},
-    "large": {"problem": "not done after 90 s"},
-    "large_with_less": {
-        "mfu": {"inner_steps": 0.41},
-        "tokens_per_second": {"inner_steps": 60_000.4},
-        "peak_bytes": 31_260_000_000,
-        "planned_bytes": 30_000_000_000,
-    },
-}
-
 
 def test_without_a_gpu_nothing_is_written(monkeypatch, capsys):
     monkeypatch.setattr(gpu.torch.cuda, "is_available", lambda: False)
@@ -45,20 +19,6 @@ def test_without_a_gpu_nothing_is_written(monkeypatch, capsys):
     assert gpu.PAGE.read_bytes() == page
     recipe = (gpu.ROOT / "Makefile").read_text().split("\ngpu:")[1].splitlines()[1]
     assert recipe == "\t$(VENV)/bin/python benchmarks/performance/gpu.py"
-
-
-def test_the_section_of_given_results():
-    lines = gpu.section({"gpu": "a GPU", "torch": "2.13.0", "parts": PARTS}).splitlines()
-    assert len(lines) == 9 + 10
-    assert lines[5] == "| MicroLlama, eager, inner steps | 190,000 | 38.0% |"
-    for line in (
-        "- MicroLlama, eager: inner steps have 0.95 of the bare loop's speed",
-        "- MicroLlama, eager: the statistics take 1.2% of a round of 200 steps",
-        "- 0.2M parameters: 50,000 tokens/s in eager steps, compiled 1.5 times, graphs 5.0 times as many",
-        "- 1.1B parameters with less memory: 31.3 GB allocated, 30.0 GB estimated",
-        "- large: not done after 90 s",
-    ):
-        assert line in lines
 
 
 def test_the_page_has_the_section_of_the_recorded_results():

@@ -1,7 +1,6 @@
 """The gradient analysis against numbers on paper, loops over single examples, and synthetic gradients."""
 
 import contextlib
-import csv
 import io
 import json
 import math
@@ -35,7 +34,7 @@ from gradient_analysis.gradients import (
     requests,
 )
 from tests.support.helpers import CPU, in_one_type, padded, separable_texts, tiny_bert, tiny_llama
-from tests.support.runs import error_lines, record_run
+from tests.support.runs import error_lines, record_run, rows_of
 from training_logs.trackers.tracker import send_folder
 from utils.config.schema import ConfigError
 
@@ -208,11 +207,6 @@ def analysed(tmp_path_factory, cache_dir):
         asked = [f"model={run}", "sample_size=64", f"output_dir={folder / 'out'}"]
         assert gradient_analysis.main(asked) == 0
     return run, folder / "out", printed.getvalue()
-
-
-def rows_of(path: Path) -> list[dict]:
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
 
 
 def test_the_script_writes_figures_tables_and_a_summary(analysed):

@@ -4,7 +4,6 @@ import copy
 import dataclasses
 import signal
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -485,13 +484,6 @@ def test_the_trainer_of_hugging_face_trains_adapters_in_whole_rounds(fine_tuning
     first, second = adloco.launch(hugging_face_trainer.train, options, processes=2)
     assert all("lora" in name and torch.equal(parameter, second[name]) for name, parameter in first.items())
     assert Path(options.output, "worker_1", "checkpoint-10", "optimizer.pt").exists()
-
-
-def test_the_example_refuses_a_text_shorter_than_a_sequence(tmp_path):
-    (tmp_path / "text").write_text("short")
-    encoding = SimpleNamespace(input_ids=torch.tensor([[1, 2, 3]]))
-    with pytest.raises(ValueError, match="has 3 tokens, fewer than --length 4"):
-        fine_tune.sequences(lambda text, return_tensors: encoding, str(tmp_path / "text"), 4)
 
 
 @pytest.mark.usefixtures("programs")

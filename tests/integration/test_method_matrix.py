@@ -13,7 +13,7 @@ from tests.support import matrix, matrix_killed
 from tests.support.helpers import CPU, Recorder, train
 from trainers import Trainer
 from utils.config.schema import ConfigError
-from utils.distributed.reductions import Mean, Messages, Workers
+from utils.distributed.reductions import Mean, Messages
 
 pytestmark = pytest.mark.long
 
@@ -327,15 +327,3 @@ def test_a_run_that_is_resumed_after_a_worker_was_lost_has_the_same_bits(name):
         (report,) = train(each, 1, matrix.INNER_STEPS)
         assert report.left_out == 0
     assert_same_tensors(again, trainer)
-
-
-# Messages
-
-
-@pytest.mark.parametrize(("takers", "absent"), matrix.DELIVERIES)
-def test_one_process_has_the_messages_of_all_workers(takers, absent):
-    workers = Workers((0, 0, 0, 0))
-    came = matrix.delivered(workers, takers, absent)
-    assert {worker: message.tolist() for worker, message in came.items()} == {
-        worker: [worker, 10 * worker, 100] for worker in range(4) if worker not in absent
-    }

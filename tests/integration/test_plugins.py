@@ -209,28 +209,17 @@ def test_all_processes_must_have_the_same_plugins(write, monkeypatch):
     )
 
 
-SMALL = [
-    "processes=1", "number_of_outer_steps=3", "number_of_inner_steps_between_outers=2", "clearml=off",
-    "plot_at_end=false", "save_weights_every=1",
-]  # fmt: skip
-
-
-def run(programs, folder: Path, *arguments: str, status: int = 0):
-    """Run run.py in a folder, with a batch test from mine.py and the digits of examples/own_model.py."""
-    return programs.run(ROOT / "run.py", *arguments, status=status, cwd=folder)
-
-
-def begin(programs, folder: Path, *more: str, status: int = 0):
-    named = f"plugins=[mine.py, {ROOT}/examples/own_model.py]"
-    words = ["--config", f"{ROOT}/examples/own_model.yaml", *SMALL, named, "sampling_method=doubled"]
-    return run(programs, folder, *words, *more, status=status)
-
-
 def test_a_run_of_two_processes_records_its_plugins_and_is_resumed_elsewhere(programs, tmp_path):
     (tmp_path / "elsewhere").mkdir()
     mine = tmp_path / "mine.py"
     mine.write_text(BATCH_TEST)
-    begin(programs, tmp_path, "processes=2")
+    values = {
+        "number_of_outer_steps": 3, "number_of_inner_steps_between_outers": 2, "clearml": "off", "plot_at_end": "false",
+        "save_weights_every": 1, "sampling_method": "doubled", "processes": 2,
+        "plugins": f"[mine.py, {ROOT}/examples/own_model.py]",
+    }  # fmt: skip
+    words = [f"{key}={value}" for key, value in values.items()]
+    programs.run(ROOT / "run.py", "--config", f"{ROOT}/examples/own_model.yaml", *words, cwd=tmp_path)
     (folder,) = (tmp_path / "logs").iterdir()
 
     def invocations():
@@ -241,7 +230,8 @@ def test_a_run_of_two_processes_records_its_plugins_and_is_resumed_elsewhere(pro
     assert begun["processes"] == 2
 
     mine.write_text(BATCH_TEST + "# changed\n")
-    run(programs, tmp_path / "elsewhere", "--resume", folder, "number_of_outer_steps=4", "processes=1")
+    longer = ["number_of_outer_steps=4", "processes=1"]
+    programs.run(ROOT / "run.py", "--resume", folder, *longer, cwd=tmp_path / "elsewhere")
     before, now = (entry["plugins"][0]["sha256"][:16] for entry in invocations())
     assert before != now
     assert warnings_of(folder) == [

@@ -19,7 +19,6 @@ from tests.support.helpers import (
     tiny_llama,
     train,
 )
-from utils.config.schema import ConfigError
 
 # The switch mode is ignored until one trainer is left.
 
@@ -70,11 +69,6 @@ def test_the_max_batch_is_not_shrunk_by_small_subsets():
     assert all(len(trainer.cursor) == 24 for trainer in cluster.trainers.values())
     cluster.train(Recorder())
     assert {node.max_batch for node in cluster.nodes} == {50}
-
-
-def test_too_little_data_for_a_batch_is_an_error():
-    with pytest.raises(ConfigError, match=r"INITIAL_BATCH_SIZE: must be at most the 24 examples .* got 25"):
-        light_cluster(INITIAL_BATCH_SIZE=25)
 
 
 def test_every_worker_runs_every_step_although_its_share_of_the_data_is_small():

@@ -1,6 +1,5 @@
 """Records of a run: warnings, exchanges, step losses, node times, and files that cannot be written."""
 
-import csv
 import dataclasses
 import io
 import signal
@@ -16,7 +15,7 @@ from algorithms.batch.switch_mode import ExecutionPlan
 from algorithms.nodes.traffic import Event
 from fabrics.training.worker import WorkerRound
 from tests.support.helpers import CPU, warnings_of
-from tests.support.runs import PAGE, record_run, start_training, summary, table_of, write_config
+from tests.support.runs import PAGE, record_run, rows_of, start_training, summary, table_of, write_config
 from training_logs.recording.csv_log import CsvLog
 from training_logs.recording.memory_monitor import memory_use
 from training_logs.recording.recorder import RunRecorder
@@ -64,11 +63,6 @@ def test_a_full_disk_is_one_warning_and_the_rows_come_later(tmp_path, monkeypatc
     assert [row["outer_step"] for row in rows_of(folder / "model_training_report" / "training_log.csv")] == list("1234")
     expected = "training_log.csv could not be written (No space left on device); training continues"
     assert summary(folder)["warnings"] == [{"message": expected, "count": 2}]
-
-
-def rows_of(path: Path) -> list[dict]:
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
 
 
 # The console

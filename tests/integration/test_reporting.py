@@ -1,17 +1,15 @@
 """Plots, report and comparison show what is in the CSVs and the summary, and foreign files do no harm."""
 
-import csv
 import dataclasses
 import math
 import platform
 import re
 import shutil
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tests.support.runs import record_run
+from tests.support.runs import before_round, record_run, rows_of
 from training_logs import log_processor, training_monitoring
 from training_logs.recording.recorder import RunRecorder
 from training_logs.showing import plots
@@ -43,11 +41,6 @@ def with_summary(run, **values):
 def line(axes, label: str):
     (found,) = [line for line in axes.lines if line.get_label() == label]
     return found
-
-
-def rows_of(path: Path) -> list[dict]:
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
 
 
 # Reading
@@ -220,14 +213,11 @@ def no_pixels(monkeypatch):
 
 def test_a_killed_run_has_a_report_up_to_its_last_round(tmp_path, monkeypatch, no_pixels):
     monkeypatch.setattr(RunRecorder, "finish", lambda *arguments: None)
-    original = RunRecorder.on_round
 
-    def die_in_the_third_round(self, run, result):
-        if result.outer_step == 3:
-            raise KeyboardInterrupt
-        original(self, run, result)
+    def die():
+        raise KeyboardInterrupt
 
-    monkeypatch.setattr(RunRecorder, "on_round", die_in_the_third_round)
+    before_round(monkeypatch, 2, die)
     with pytest.raises(KeyboardInterrupt):
         record_run(tmp_path)
     (dead,) = tmp_path.iterdir()

@@ -1,6 +1,5 @@
 """A run that was stopped, killed or moved to another number of processes ends as if it had not been."""
 
-import csv
 import dataclasses
 import errno
 import random
@@ -19,7 +18,7 @@ from fabrics.config_checks import CHECKS
 from tests.support import killed_in_round
 from tests.support.helpers import warnings_of
 from tests.support.programs import LIMIT_SECONDS
-from tests.support.runs import assert_same_run, error_lines, report, summary, write_config
+from tests.support.runs import assert_same_run, error_lines, report, rows_of, summary, write_config
 from training_logs.recording.run_folder import lock_run
 from utils.config.reading import parse_config
 from utils.config.resume import resumed_config, training_changes
@@ -64,8 +63,8 @@ def test_a_resumed_run_equals_the_uninterrupted_run(stopped, whole):
     assert "resumed after round 4" in log
     # Lines that were logged after the checkpoint are in a file of their own.
     assert "round   6 (100%)" in (stopped / "training_log_lost.log").read_text()
-    rows = [r for r in csv.DictReader((stopped / "memory_report" / "memory_log.csv").open()) if r["device"] == "host"]
-    seconds = [float(row["seconds"]) for row in rows]
+    rows = rows_of(stopped / "memory_report" / "memory_log.csv")
+    seconds = [float(row["seconds"]) for row in rows if row["device"] == "host"]
     assert seconds == sorted(seconds)
 
 
@@ -198,14 +197,16 @@ def test_resume_auto_begins_a_run_and_then_continues_it(tmp_path, cache_dir, cap
     assert summary(tmp_path / "logs" / "mine_2")["outer_steps"] == 3
 
 
-def test_resume_auto_does_not_rename_a_folder_that_is_no_run(tmp_path, cache_dir, capsys):
-    other = tmp_path / "logs" / "mine"
-    other.mkdir(parents=True)
-    (other / "notes.txt").write_text("of the user")
+@pytest.mark.parametrize("name", ["mine/notes.txt", "mine"])
+def test_resume_auto_renames_nothing_that_is_no_run(tmp_path, cache_dir, capsys, name):
+    file = tmp_path / "logs" / name
+    file.parent.mkdir(parents=True)
+    file.write_text("of the user")
     config = str(write_config(tmp_path, cache_dir, run_name="mine"))
     assert program.main(["--config", config, "--resume", "auto"]) == 2
-    assert f"error: run_name: {other} is not the folder of a run" in capsys.readouterr().err
-    assert list(other.parent.iterdir()) == [other]
+    assert f"error: run_name: {tmp_path / 'logs' / 'mine'} is not the folder of a run" in capsys.readouterr().err
+    assert file.read_text() == "of the user"
+    assert [path.name for path in (tmp_path / "logs").iterdir()] == ["mine"]
 
 
 def test_a_start_takes_the_name_of_one_that_was_interrupted_before_its_first_file(tmp_path, cache_dir):
@@ -213,16 +214,6 @@ def test_a_start_takes_the_name_of_one_that_was_interrupted_before_its_first_fil
     config = str(write_config(tmp_path, cache_dir, run_name="mine", number_of_outer_steps=1))
     assert program.main(["--config", config]) == 0
     assert summary(tmp_path / "logs" / "mine")["outer_steps"] == 1
-
-
-def test_resume_auto_does_not_rename_a_file(tmp_path, cache_dir, capsys):
-    other = tmp_path / "logs" / "mine"
-    other.parent.mkdir()
-    other.write_text("of the user")
-    config = str(write_config(tmp_path, cache_dir, run_name="mine"))
-    assert program.main(["--config", config, "--resume", "auto"]) == 2
-    assert f"error: run_name: {other} is not the folder of a run" in capsys.readouterr().err
-    assert other.read_text() == "of the user"
 
 
 def test_another_log_dir_moves_no_run(whole):

@@ -16,9 +16,8 @@ from fabrics.config_checks import CHECKS
 from tests.support import tracked
 from tests.support.clearml_server import ClearMLServer
 from tests.support.programs import LIMIT_SECONDS
-from tests.support.runs import record_run
+from tests.support.runs import before_round, record_run
 from training_logs import log_processor
-from training_logs.recording.recorder import RunRecorder
 from training_logs.recording.run_folder import check_logs
 from training_logs.showing.plots import plots_of
 from training_logs.showing.run_data import read_run
@@ -331,22 +330,12 @@ def warnings_of(folder: Path) -> list[str]:
     return [entry["message"] for entry in summary["warnings"] if "clearml" in entry["message"]]
 
 
-def in_round(monkeypatch, number: int, action) -> None:
-    """Do something after a round."""
-    original = RunRecorder.on_round
-
-    def on_round(self, run, result):
-        original(self, run, result)
-        if result.outer_step == number:
-            action()
-
-    monkeypatch.setattr(RunRecorder, "on_round", on_round)
-
-
 def test_a_server_is_told_everything_while_the_run_goes_on(online, tmp_path, monkeypatch):
     server = ClearMLServer()
     online(server.port)
-    in_round(monkeypatch, 2, lambda: server.wait_for(lambda: 2 in server.scalars.get(("run", "communications"), {})))
+    before_round(
+        monkeypatch, 2, lambda: server.wait_for(lambda: 2 in server.scalars.get(("run", "communications"), {}))
+    )
     folder = record_run(tmp_path, clearml="auto", plot_at_end=True)
     server.stop()
     assert warnings_of(folder) == []
@@ -406,6 +395,6 @@ def test_a_server_that_disappears_in_the_middle_costs_a_warning(online, tmp_path
         server.wait_for(lambda: server.scalars)
         server.stop()
 
-    in_round(monkeypatch, 3, disappear)
+    before_round(monkeypatch, 3, disappear)
     (warning,) = warnings_of(record_run(tmp_path, clearml="online"))
     assert "python -m training_logs.log_processor" in warning

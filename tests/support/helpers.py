@@ -154,7 +154,7 @@ def subset_of(cursor: DataCursor) -> np.ndarray:
 
 
 def make_trainer(
-    module: nn.Module,
+    module: nn.Module | FlatModel,
     config: Config,
     examples,
     nodes: int | Sequence[int] = 2,
@@ -163,14 +163,15 @@ def make_trainer(
     processes: Processes | None = None,
     trainers: int = 1,
 ) -> Trainer:
-    """Return one of `trainers` trainers on the CPU; nodes: how many workers, or the numbers of their nodes."""
-    working = FlatModel(module, CPU)
+    """Return one of `trainers` trainers; nodes: how many workers, or the numbers of their nodes."""
+    working = module if isinstance(module, FlatModel) else FlatModel(module, CPU)
+    device = working.device
     cursor = DataCursor(Subsets(config.training_seed, len(examples), trainers), [trainer_id])
     parameters = working.parameters.detach().clone()
     numbers = range(nodes) if isinstance(nodes, int) else nodes
-    processes = processes or LocalProcesses([CPU], 8)  # some nodes may join later
-    trainer = Trainer(trainer_id, config, parameters, cursor, examples, {CPU: working}, processes)
-    trainer.assign_nodes(tuple(Node(number, CPU, max_batch) for number in numbers))
+    processes = processes or LocalProcesses([device], 8)  # some nodes may join later
+    trainer = Trainer(trainer_id, config, parameters, cursor, examples, {device: working}, processes)
+    trainer.assign_nodes(tuple(Node(number, device, max_batch) for number in numbers))
     return trainer
 
 

@@ -274,8 +274,8 @@ def losing(lost: Callable[[RoundKey], bool] = lambda key: (key.round, key.worker
     """Let workers diverge in the second inner step of a round."""
     accumulate = InnerLoop._accumulate
 
-    def failing(self, *arguments):
-        plan, loss, probes = accumulate(self, *arguments)
+    def failing(self, *arguments, **named):
+        plan, loss, probes = accumulate(self, *arguments, **named)
         if self.done == 1 and lost(self._assignment.key):
             loss = loss * float("nan")
             self._model.gradient.fill_(float("nan"))

@@ -2,7 +2,7 @@
 
 import csv
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +10,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
+from cluster import Cluster
 from tests.support.helpers import tiny_cluster
 from tests.support.programs import Popen, Programs, wait_until
 from training_logs.recording import recorder as recording
@@ -75,6 +76,18 @@ def start_training(programs: Programs, folder: Path, cache_dir: Path) -> tuple[P
     return process, log.parent.parent
 
 
+def before_round(monkeypatch, rounds: int, action: Callable[[], object]) -> None:
+    """Do something after this number of rounds of a run, before the next one."""
+    run_round = Cluster.run_round
+
+    def act_and_run(self, *arguments):
+        if self.counters.outer_steps == rounds:
+            action()
+        return run_round(self, *arguments)
+
+    monkeypatch.setattr(Cluster, "run_round", act_and_run)
+
+
 def error_lines(capsys) -> list[str]:
     """Return the lines of errors that a command has printed, without a traceback."""
     captured = capsys.readouterr()
@@ -88,9 +101,14 @@ def table_of(rows: Sequence[Mapping[str, float]]) -> np.ndarray:
     return np.array([tuple(row.values()) for row in rows], dtype=[(name, float) for name in names])
 
 
+def rows_of(path: Path) -> list[dict]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
 def report(folder: Path, name: str) -> list[dict]:
-    with (folder / "model_training_report" / name).open(newline="") as file:
-        return [row | {"seconds": "", "wall_seconds": ""} for row in csv.DictReader(file)]
+    rows = rows_of(folder / "model_training_report" / name)
+    return [row | {"seconds": "", "wall_seconds": ""} for row in rows]
 
 
 def summary(folder: Path) -> dict:

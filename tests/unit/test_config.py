@@ -191,6 +191,7 @@ SPEEDS = TOKENS | {"node_speeds": [1, 1, 0.5, 0.25]}
     [
         ({"number_of_outer_steps": None}, ["number_of_outer_steps"]),
         ({"dataset": "text"}, ["text_files"]),
+        ({"statistics_estimator": "across_devices"}, ["statistics_estimator"]),
         ({"INITIAL_BATCH_SIZE": 9, "max_requested_batch": 8}, ["max_requested_batch"]),
         ({"batch_schedule": [[0.5, 16]]}, ["batch_schedule"]),
         (FIXED | {"batch_schedule": [[0.5, 16], [0.5, 32]]}, ["batch_schedule"]),
