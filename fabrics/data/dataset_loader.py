@@ -29,7 +29,7 @@ from fabrics.data.messages import load_messages
 from fabrics.data.partition import SPLITS, share_count
 from fabrics.data.python_docs import python_docs_source
 from fabrics.data.token_store import TokenisedPart, TokenisedSet, content_digest, tokenised_documents, verified_sets
-from fabrics.data.tokenization import describe, vocabulary_size
+from fabrics.data.tokenization import describe, tokenizer_name, vocabulary_size
 from utils.config.schema import Config, ConfigError
 from utils.distributed.processes import Processes, agree, done_by_all
 from utils.text import counted
@@ -69,6 +69,8 @@ def task_data(config: Config, documents: TokenisedSet) -> TaskData:
     else:
         examples = _packed(train, "training", length)
     skipped = documents.metadata["skipped"]
+    # A cached set may name another folder, or one that is gone, with an equal tokenizer.
+    tokenizer, _ = tokenizer_name(config) or (documents.metadata["tokenizer"]["name"], "")
     data = TaskData(
         task="causal_lm",
         dataset=config.dataset,
@@ -88,7 +90,7 @@ def task_data(config: Config, documents: TokenisedSet) -> TaskData:
         counted(len(data.train), "sequence"),
         counted(len(validation), "validation document"),
         f"{len(data.validation):,}",
-        describe(data.tokenizer, documents.metadata["tokenizer"]["name"]),
+        describe(data.tokenizer, tokenizer),
     )
     passes = (config.max_tokens or 0) / (len(data.train) * length)
     if passes > _USEFUL_PASSES:

@@ -104,13 +104,19 @@ def load_tokenizer(name: str, key: str) -> PreTrainedTokenizerBase:
         ) from None
 
 
-def named_tokenizer(config: Config) -> PreTrainedTokenizerBase | None:
-    """Load the configured tokenizer, else the pretrained model's own; None: one must be trained."""
+def tokenizer_name(config: Config) -> tuple[str, str] | None:
+    """Return the configured tokenizer, else the pretrained model's own, and its key; None: one must be trained."""
     if config.tokenizer is not None:
-        return load_tokenizer(config.tokenizer, "tokenizer")
+        return config.tokenizer, "tokenizer"
     if config.model_config.get("pretrained") is True:  # Family.problems has checked the rest
-        return load_tokenizer(config.model_config["name"], "model_config.name")
+        return config.model_config["name"], "model_config.name"
     return None
+
+
+def named_tokenizer(config: Config) -> PreTrainedTokenizerBase | None:
+    """Load the tokenizer of `tokenizer_name`, or return None."""
+    named = tokenizer_name(config)
+    return None if named is None else load_tokenizer(*named)
 
 
 def fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:

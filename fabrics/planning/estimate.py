@@ -389,8 +389,11 @@ def _assumptions(run: _Run, adapts: bool, ends: bool) -> Iterator[str]:
         yield "sending: overlaps with nothing, and every node has a link of its own"
         if run.nodes > 1:
             yield "sending: n nodes of a device or machine that share one link take up to n times as long"
-    if not run.method.capabilities.one_exchange:
-        yield f"communications and bytes: not estimated, as a round of {config.distributed_algo} has no fixed size"
+    if run.nodes > 1 and not run.method.capabilities.one_exchange:
+        yield (
+            "communications and bytes: not estimated, as this is for methods with one exchange at the end of a round; "
+            f"docs/methods.md says what {config.distributed_algo} sends"
+        )
     if config.budget is not None:
         yield f"{config.budget}: ignored; rounds, communications and bytes are those of a run without it"
     if config.participants < 1.0 or config.message_loss or config.node_schedule or config.node_speeds:
