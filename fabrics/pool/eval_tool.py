@@ -7,15 +7,13 @@ added in the order of the batches, so that the result does not depend on who eva
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
-from torch import nn
 
-from algorithms.batch.losses import chunked_loss_sums, example_loss_sums, logits_of
+from algorithms.batch.losses import example_loss_sums
 from algorithms.registry import Registry
 from fabrics.data.examples import Examples, TaskData
-from fabrics.models.attention import body_and_head, unmasked
+from fabrics.models.attention import unmasked
 from fabrics.training.flat_model import FlatModel
 from fabrics.training.worker_group import WorkerGroup
 from utils.progress import progress_bar
@@ -72,35 +70,23 @@ def batch_count(examples: Examples, batch_size: int) -> int:
 
 
 @torch.no_grad()
-def begin_batches(
-    module: nn.Module,
-    examples: Examples,
-    batch_size: int,
-    device: torch.device,
-    batches: Sequence[int],
-    on_batch: Callable[[], None] = lambda: None,
-    loss_chunk_tokens: int | None = None,
-) -> EvaluationPart:
-    """Evaluate a module in eval mode on some batches of the examples, without waiting for the device."""
-    sums = torch.zeros(len(batches), 3, dtype=torch.float64, device=device)
+def begin_batches(model: FlatModel, examples: Examples, batch_size: int, batches: Sequence[int]) -> EvaluationPart:
+    """Evaluate a model in eval mode on some batches of the examples, without waiting for the device."""
+    sums = torch.zeros(len(batches), 3, dtype=torch.float64, device=model.device)
     bar = progress_bar(batches, desc="evaluating", unit=" batches", leave=False, delay=1)
     for row, number in enumerate(bar):
         start = number * batch_size
-        batch = examples.batch(range(start, min(start + batch_size, len(examples))), device)
+        batch = examples.batch(range(start, min(start + batch_size, len(examples))), model.device)
         labels = batch.pop("labels")
-        with unmasked(module, batch):
-            if loss_chunk_tokens is None:
-                logits = logits_of(module(**batch))
+        with unmasked(model.module, batch):
+            if labels.dim() == 1:
+                logits = model.logits(batch, eager=True)
                 losses, counts = example_loss_sums(logits, labels)
+                sums[row, 2] = (logits.argmax(-1) == labels).sum()
             else:
-                body, head = body_and_head(module)
-                hidden = body(**batch).last_hidden_state
-                losses, counts = chunked_loss_sums(hidden, head, labels, loss_chunk_tokens)
+                losses, counts = model.example_loss_sums(batch, labels, eager=True)
         sums[row, 0] = losses.sum(dtype=torch.float64)
         sums[row, 1] = counts.sum()
-        if labels.dim() == 1:
-            sums[row, 2] = (logits.argmax(-1) == labels).sum()
-        on_batch()
     return EvaluationPart(list(batches), sums)
 
 
@@ -122,12 +108,6 @@ def combine(parts: Iterable[EvaluationPart], task: str) -> Evaluation:
     return Evaluation(loss / count, METRICS[task].value(loss / count, correct / count))
 
 
-def evaluate(module: nn.Module, examples: Examples, task: str, batch_size: int, device: torch.device) -> Evaluation:
-    """Evaluate a module in eval mode on all `examples`; see `combine`."""
-    batches = range(batch_count(examples, batch_size))
-    return combine([begin_batches(module, examples, batch_size, device, batches).wait()], task)
-
-
 class Validation:
     """Evaluates trainers on the validation examples, divided among each trainer's workers."""
 
@@ -143,12 +123,11 @@ class Validation:
         begun = []
         for device, batches in self._local_batches(worker_group).items():
             model = self._models[device]
-            with model.evaluating(worker_group.shared["parameters"]) as module:
-                begin = partial(begin_batches, module, self._examples, self._batch_size, device)
-                own, others = model.local_batches(batches)
-                begun.append(begin(own, model.count_pass, model.loss_chunk_tokens))
+            own, others = model.local_batches(batches)
+            with model.evaluating(worker_group.shared["parameters"]):
+                begun.append(begin_batches(model, self._examples, self._batch_size, own))
                 if others:  # all devices that share a model make every forward pass together
-                    begin(others, model.count_pass, model.loss_chunk_tokens)
+                    begin_batches(model, self._examples, self._batch_size, others)
         # Wait only after all devices have work.
         return EvaluationPart.join([part.wait() for part in begun]) if begun else None
 

@@ -11,7 +11,6 @@ padded copies, which are filled from the flat buffer before each pass. Only PyTo
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -354,17 +353,11 @@ class ShardedModel(FlatModel):
 
     # Passes
 
-    def logits(self, batch: Mapping[str, torch.Tensor], hooked: bool = False) -> torch.Tensor:
+    def logits(self, batch: Mapping[str, torch.Tensor], eager: bool = False) -> torch.Tensor:
         self.count_pass()
         self._update_copies()
         with self.shard_group.explaining(), self._autocast_context():
             return logits_of(self.module(**batch))
-
-    @contextmanager
-    def evaluating(self, parameters: torch.Tensor) -> Iterator[nn.Module]:
-        with self.shard_group.explaining(), super().evaluating(parameters) as module:
-            self._update_copies()
-            yield module
 
     def attempt(self, work: Callable[[], T]) -> T | None:
         """See FlatModel. The other devices are in the middle of the pass, so it cannot be made smaller."""

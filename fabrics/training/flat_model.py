@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from algorithms.batch.gradient_statistics import SampleEstimate
-from algorithms.batch.losses import chunked_loss_sums, example_losses, logits_of
+from algorithms.batch.losses import chunked_loss_sums, example_loss_sums, logits_of
 from algorithms.batch.per_example import PerExampleProbe, step_estimate
 from algorithms.flat import SKETCH_SIZE, Block, sketch
 from fabrics.models.attention import body_and_head
@@ -134,25 +134,31 @@ class FlatModel:
 
     # Passes
 
-    def logits(self, batch: Mapping[str, torch.Tensor], hooked: bool = False) -> torch.Tensor:
-        """Return the module's logits for these arguments; hooked: run layers with hooks, uncompiled."""
+    def logits(self, batch: Mapping[str, torch.Tensor], eager: bool = False) -> torch.Tensor:
+        """Return the module's logits for these arguments; eager: uncompiled, so that hooks of layers run."""
         with self._autocast_context():
-            return logits_of(self._run(batch, hooked))
+            return logits_of(self._run(batch, eager))
+
+    def example_loss_sums(
+        self, batch: Mapping[str, torch.Tensor], labels: torch.Tensor, eager: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the summed loss of each example and its number of targets, [b] each; batch: as for `logits`."""
+        if self._head is None:
+            return example_loss_sums(self.logits(batch, eager), labels)
+        with self._autocast_context():
+            hidden = self._run(batch, eager).last_hidden_state
+            return chunked_loss_sums(hidden, self._head, labels, self.loss_chunk_tokens)
 
     def example_losses(
-        self, batch: Mapping[str, torch.Tensor], labels: torch.Tensor, hooked: bool = False
+        self, batch: Mapping[str, torch.Tensor], labels: torch.Tensor, eager: bool = False
     ) -> torch.Tensor:
         """Return the mean loss of each example, [b]; batch: as for `logits`."""
-        if self._head is None:
-            return example_losses(self.logits(batch, hooked), labels)
-        with self._autocast_context():
-            hidden = self._run(batch, hooked).last_hidden_state
-            sums, counts = chunked_loss_sums(hidden, self._head, labels, self.loss_chunk_tokens)
+        sums, counts = self.example_loss_sums(batch, labels, eager)
         return sums / counts.clamp(min=1)
 
-    def _run(self, batch: Mapping[str, torch.Tensor], hooked: bool) -> Any:
+    def _run(self, batch: Mapping[str, torch.Tensor], eager: bool) -> Any:
         self.count_pass()
-        run = self._called if self._compiled_module is None or hooked else self._run_compiled
+        run = self._called if self._compiled_module is None or eager else self._run_compiled
         return run(**batch)
 
     def count_pass(self) -> None:
@@ -178,14 +184,13 @@ class FlatModel:
         return self._compiled_module(**batch)
 
     @contextmanager
-    def evaluating(self, parameters: torch.Tensor) -> Iterator[nn.Module]:
-        """Give the module with these parameters, in eval mode and without gradients."""
+    def evaluating(self, parameters: torch.Tensor) -> Iterator[None]:
+        """Let the module have these parameters, and be in eval mode."""
         self.load(parameters)
         was_training = self.module.training
         self.module.eval()
         try:
-            with torch.no_grad(), self._autocast_context():
-                yield self.module
+            yield
         finally:
             self.module.train(was_training)
 

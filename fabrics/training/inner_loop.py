@@ -46,7 +46,7 @@ def accumulate_gradients(
         weight = size / plan.effective_batch
         if probe:
             with model.probe(size, products=number in with_products) as micro_batch_probe:
-                total = total + backward(model, examples, micro_batch, weight, hooked=True)
+                total = total + backward(model, examples, micro_batch, weight, eager=True)
             probes.append(micro_batch_probe)
         else:
             total = total + backward(model, examples, micro_batch, weight)
@@ -55,19 +55,19 @@ def accumulate_gradients(
 
 
 def backward(
-    model: FlatModel, examples: Examples, indices: np.ndarray, weight: float = 1.0, hooked: bool = False
+    model: FlatModel, examples: Examples, indices: np.ndarray, weight: float = 1.0, eager: bool = False
 ) -> torch.Tensor:
     """Add the gradient of `weight` times the mean loss of these examples; return that product, detached.
 
     Devices that share the model divide the examples, and the loss.
 
-    hooked: the module's layers have hooks, which a compiled module would skip.
+    eager: run the module uncompiled, as its layers have hooks.
     """
     own, share = model.local_slice(len(indices))
     batch = examples.batch(indices[own], model.device)
     labels = batch.pop("labels")
     with unmasked(model.module, batch):
-        loss = model.example_losses(batch, labels, hooked).mean() * (weight * share)
+        loss = model.example_losses(batch, labels, eager).mean() * (weight * share)
         with model.shard_group.explaining():
             loss.backward()
     return loss.detach()
@@ -76,7 +76,7 @@ def backward(
 def probed_backward(model: FlatModel, examples: Examples, indices: np.ndarray) -> tuple[torch.Tensor, PerExampleProbe]:
     """Add the gradient of the mean loss of these examples; return the loss, and their probe."""
     with model.probe(len(indices), products=True) as probe:
-        loss = backward(model, examples, indices, hooked=True)
+        loss = backward(model, examples, indices, eager=True)
     return loss, probe
 
 

@@ -149,10 +149,10 @@ def test_a_node_out_of_memory_keeps_its_smaller_max_batch(monkeypatch):
     cluster, recorder = light_cluster(number_of_initial_trainers=1, max_batch_size=8, INITIAL_BATCH_SIZE=16), Recorder()
     original = inner_loop.backward
 
-    def limited(working, examples, indices, weight=1.0, hooked=False):
-        if hooked and len(indices) > 2 and cluster.counters.outer_steps == 1:
+    def limited(working, examples, indices, weight=1.0, eager=False):
+        if eager and len(indices) > 2 and cluster.counters.outer_steps == 1:
             raise torch.OutOfMemoryError("injected")
-        return original(working, examples, indices, weight, hooked)
+        return original(working, examples, indices, weight, eager)
 
     monkeypatch.setattr(inner_loop, "backward", limited)  # in an inner step, and of a sample of its own
     cluster.train(recorder)

@@ -28,7 +28,7 @@ from fabrics.data.documents import DatasetError, document_hash
 from fabrics.data.examples import PackedSequences
 from fabrics.data.token_store import TokenisedPart, TokenisedSet, encode
 from fabrics.models.model_family import build_model
-from fabrics.pool.eval_tool import evaluate
+from tests.support.helpers import evaluate
 from utils.config.reading import load_config
 from utils.config.schema import Config, ConfigError
 
@@ -93,7 +93,7 @@ def check(config: Config) -> list[str]:
         config.model_type, config.model_config, data.tokenizer, config.sequence_length, config.training_seed
     )
     validation = PackedSequences(documents.validation.packed(config.sequence_length)[:64])
-    result = evaluate(model.eval(), validation, "causal_lm", config.eval_batch_size, CPU)
+    result = evaluate(model, validation, "causal_lm", config.eval_batch_size)
     state = "pretrained" if config.model_config.get("pretrained") is True else "untrained"
     print(f"perplexity of the {state} model on {len(validation)} validation sequences: {result.metric:.2f}")
     if not 1.0 < result.metric < 100 * vocabulary:

@@ -10,9 +10,20 @@ from hypothesis import strategies as st
 from algorithms.batch.losses import IGNORE_INDEX
 from algorithms.batch.per_example import step_estimate
 from fabrics.data.examples import PackedSequences
-from fabrics.pool.eval_tool import batch_count, begin_batches, combine, evaluate
+from fabrics.pool.eval_tool import batch_count, begin_batches, combine
+from fabrics.training.flat_model import FlatModel
 from fabrics.training.inner_loop import probed_backward
-from tests.support.helpers import CPU, VOCABULARY, make_config, make_trainer, padded, tiny_bert, tiny_llama, train
+from tests.support.helpers import (
+    CPU,
+    VOCABULARY,
+    evaluate,
+    make_config,
+    make_trainer,
+    padded,
+    tiny_bert,
+    tiny_llama,
+    train,
+)
 
 
 def random_texts(count: int, longest: int, seed: int = 0) -> list[list[int]]:
@@ -112,7 +123,7 @@ def test_accuracy_is_the_share_of_correct_classes():
     classes = np.random.default_rng(0).integers(0, 3, 50)
     model = tiny_bert(num_labels=3).eval()
     predicted = np.array([model(input_ids=torch.tensor([text])).logits.argmax().item() for text in texts])
-    assert evaluate(model, padded(texts, classes), "classification", 8, CPU).metric == (predicted == classes).mean()
+    assert evaluate(model, padded(texts, classes), "classification", 8).metric == (predicted == classes).mean()
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3, 9])
@@ -124,5 +135,5 @@ def test_an_evaluation_in_parts_is_the_whole_one_bit_for_bit(workers):
         (tiny_llama(dtype=torch.float32).eval(), padded(texts), "causal_lm"),
     ):
         shares = [range(worker, batch_count(examples, 7), workers) for worker in range(workers)]
-        parts = [begin_batches(model, examples, 7, CPU, list(share)).wait() for share in shares]
-        assert combine(reversed(parts), task) == evaluate(model, examples, task, 7, CPU)
+        parts = [begin_batches(FlatModel(model, CPU), examples, 7, share).wait() for share in shares]
+        assert combine(reversed(parts), task) == evaluate(model, examples, task, 7)

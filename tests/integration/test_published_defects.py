@@ -7,10 +7,9 @@ import torch
 import torch.nn.functional as F
 
 from fabrics.data.examples import PackedSequences
-from fabrics.pool.eval_tool import evaluate
 from tests.support.helpers import (
-    CPU,
     Recorder,
+    evaluate,
     light_cluster,
     make_config,
     make_trainer,
@@ -95,7 +94,7 @@ def test_padding_counts_neither_in_loss_nor_in_perplexity():
             total += F.cross_entropy(logits[0, :-1], ids[0, 1:], reduction="sum").item()
             count += len(text) - 1
     for batch_size in (1, 2, 3):
-        result = evaluate(model, padded(texts), "causal_lm", batch_size, CPU)
+        result = evaluate(model, padded(texts), "causal_lm", batch_size)
         assert result.loss == pytest.approx(total / count, rel=1e-6)
         assert result.metric == pytest.approx(math.exp(total / count), rel=1e-5)
 
@@ -103,5 +102,5 @@ def test_padding_counts_neither_in_loss_nor_in_perplexity():
 def test_evaluation_runs_in_batches():
     model, sizes = tiny_llama().eval(), []
     model.register_forward_pre_hook(lambda m, args, kwargs: sizes.append(len(kwargs["input_ids"])), with_kwargs=True)
-    evaluate(model, PackedSequences(random_sequences(20)), "causal_lm", 8, CPU)
+    evaluate(model, PackedSequences(random_sequences(20)), "causal_lm", 8)
     assert sizes == [8, 8, 4]

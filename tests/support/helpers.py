@@ -25,6 +25,7 @@ from fabrics.config_checks import CHECKS
 from fabrics.data.examples import PackedSequences, PaddedSequences, TaskData
 from fabrics.data.sampler import DataCursor, Subsets
 from fabrics.data.tokenization import train_tokenizer
+from fabrics.pool.eval_tool import Evaluation, batch_count, begin_batches, combine
 from fabrics.training.flat_model import FlatModel
 from fabrics.training.outer_round import OuterRound
 from fabrics.training.worker import Node
@@ -173,6 +174,12 @@ def make_trainer(
     trainer = Trainer(trainer_id, config, parameters, cursor, examples, {device: working}, processes)
     trainer.assign_nodes(tuple(Node(number, device, max_batch) for number in numbers))
     return trainer
+
+
+def evaluate(module: nn.Module, examples, task: str, batch_size: int) -> Evaluation:
+    """Evaluate a module on all examples on the CPU."""
+    model = FlatModel(module.eval(), CPU)
+    return combine([begin_batches(model, examples, batch_size, range(batch_count(examples, batch_size))).wait()], task)
 
 
 def train(trainer: Trainer, rounds: int, inner_steps: int = 3) -> list:

@@ -107,8 +107,8 @@ def test_training_and_evaluation_have_the_bits_of_a_model_with_masks(dtype, monk
         working = FlatModel(tiny_llama(dtype=dtype), CPU)
         _, probes = accumulate_gradients(working, examples, ExecutionPlan((4, 2)), np.arange(6), True)
         loss = backward(working, examples, np.arange(3))
-        with working.evaluating(working.parameters.detach().clone()) as module:
-            sums = begin_batches(module, examples, 4, CPU, [0, 1]).sums
+        with working.evaluating(working.parameters.detach().clone()):
+            sums = begin_batches(working, examples, 4, [0, 1]).sums
         found.append((working.gradient, *(probe.squared_norms for probe in probes), loss, sums))
     assert all(map(torch.equal, *found))
 
@@ -131,8 +131,8 @@ def test_inner_steps_and_evaluation_read_no_values():
         for _ in range(5):
             steps._step()
         accumulate_gradients(working, examples, ExecutionPlan((4, 4)), np.arange(8), True)
-        with working.evaluating(trainer.parameters) as module:
-            begin_batches(module, examples, 4, CPU, [0, 1])
+        with working.evaluating(trainer.parameters):
+            begin_batches(working, examples, 4, [0, 1])
     assert steps.done == 5
     assert readings.found == []
 

@@ -61,7 +61,7 @@ def found_by(module, chunk: int | None, recomputes: bool = False, probe: bool = 
     model = FlatModel(module, CPU, loss_chunk_tokens=chunk)
     examples = WithPadding(random_sequences(7, TOKENS))
     loss, probes = accumulate_gradients(model, examples, PLAN, np.arange(7), probe)
-    evaluated = begin_batches(module, examples, 4, CPU, [0, 1], loss_chunk_tokens=chunk).sums
+    evaluated = begin_batches(model, examples, 4, [0, 1]).sums
     return loss, step_estimate(probes) if probe else None, model.gradient, evaluated
 
 
@@ -106,7 +106,7 @@ def test_no_tensor_has_the_logits_of_more_than_a_chunk():
     for chunk in (None, 2):
         model = FlatModel(tiny_llama(vocab_size=20_000), CPU, loss_chunk_tokens=chunk)
         trained = partial(accumulate_gradients, model, examples, ExecutionPlan((8,)), np.arange(8), False)
-        evaluated = partial(begin_batches, model.module, examples, 8, CPU, [0], loss_chunk_tokens=chunk)
+        evaluated = partial(begin_batches, model, examples, 8, [0])
         sizes.append([largest_tensor(work) / 8 / 20_000 for work in (trained, evaluated)])
     assert sizes == [[TOKENS, TOKENS], [2, 2]]
 

@@ -7,10 +7,19 @@ import torch
 
 from fabrics.data.sampler import DataCursor, Subsets
 from fabrics.pool import eval_tool
-from fabrics.pool.eval_tool import Validation, evaluate
+from fabrics.pool.eval_tool import Validation
 from fabrics.training.flat_model import FlatModel
 from fabrics.training.worker import Node
-from tests.support.helpers import CPU, LocalProcesses, Recorder, light_cluster, make_config, tiny_data, tiny_llama
+from tests.support.helpers import (
+    CPU,
+    LocalProcesses,
+    Recorder,
+    evaluate,
+    light_cluster,
+    make_config,
+    tiny_data,
+    tiny_llama,
+)
 from trainers import Trainer
 
 
@@ -21,9 +30,9 @@ def test_every_device_evaluates_the_batches_of_its_workers(monkeypatch):
     config, begun = make_config(), []
     begin = eval_tool.begin_batches
 
-    def recorded(module, examples, size, device, batches, *on_batch):
-        begun.append((module, str(device), list(batches)))
-        return begin(module, examples, size, device, batches, *on_batch)
+    def recorded(model, examples, size, batches):
+        begun.append((model, list(batches)))
+        return begin(model, examples, size, batches)
 
     monkeypatch.setattr(eval_tool, "begin_batches", recorded)
     parameters = working[CPU].parameters.detach().clone().mul_(1.5)
@@ -33,12 +42,10 @@ def test_every_device_evaluates_the_batches_of_its_workers(monkeypatch):
     trainer.assign_nodes((Node(0, CPU, 8), Node(1, elsewhere, 8), Node(2, CPU, 8)))
     judge = Validation(data, working, batch_size=6)  # seven batches
     part = judge.part(trainer.worker_group)
-    assert [entry[1:] for entry in begun] == [("cpu", [0, 2, 3, 5, 6]), ("cpu:0", [1, 4])]
-    assert begun[0][0] is working[CPU].module
-    assert begun[1][0] is working[elsewhere].module
+    assert begun == [(working[CPU], [0, 2, 3, 5, 6]), (working[elsewhere], [1, 4])]
     found = judge.combine([{0: part}], [0])[0]
     working[CPU].load(parameters)
-    expected = evaluate(working[CPU].module.eval(), data.validation, data.task, 6, CPU)
+    expected = evaluate(working[CPU].module, data.validation, data.task, 6)
     assert found.loss == pytest.approx(expected.loss, rel=1e-12)
 
 
