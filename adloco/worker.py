@@ -40,7 +40,14 @@ from fabrics.pool.run_checks import check_inner_products
 from fabrics.training.flat_model import FlatModel, shared_state_problem
 from fabrics.training.inner_loop import clip
 from fabrics.training.method_config import method_of
-from fabrics.training.statistics import Measurement, batch_control, compare_workers, measurement_of, samples_for_test
+from fabrics.training.statistics import (
+    Measurement,
+    batch_control,
+    compare_workers,
+    measurement_of,
+    probes_examples,
+    samples_for_test,
+)
 from fabrics.training.work_split import probe_batch
 from fabrics.training.worker import RoundKey, WorkerRound, method_generator, personal_tensors
 from utils.config.reading import Checks, parse_config
@@ -197,6 +204,8 @@ class Worker:
             if self.workers > 1 or not self._config.compares_workers:  # a worker alone warns instead
                 check_inner_products(self._config, self.workers)
         _check_method(self._method, method, optimizer, self._config, self.workers)
+        if probes_examples(self._config):
+            _check_layers(self._model)
         if scaler is not None and self._method.capabilities.exchanges_gradients:
             raise ValueError(f"scaler: must be None with {method}, whose workers exchange gradients; use bfloat16")
         self._control = batch_control(self._config)
@@ -350,7 +359,7 @@ class Worker:
             self._size = size
             micro_batch = indices[start : start + size]
             if probed:
-                with _uncompiled(), self._probe(size, number in with_products) as probe:
+                with _uncompiled(), self._model.probe(size, number in with_products) as probe:
                     yield micro_batch
                 for found in (probe.squared_norms, probe.inner_products, probe.squared_norm):
                     found.div_(self._scale**2)
@@ -360,12 +369,6 @@ class Worker:
             if self._weight is not None:
                 raise RuntimeError("micro_batches: call backward with the losses of every micro-batch")
             start += size
-
-    def _probe(self, size: int, products: bool) -> PerExampleProbe:
-        try:
-            return self._model.probe(size, products=products)
-        except UnsupportedModuleError as error:
-            raise ValueError(f'statistics: {error.problem}; "across_workers" works, with two workers or more') from None
 
     @property
     def _scale(self) -> float:
@@ -755,6 +758,13 @@ def _check_model(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         raise ValueError(f"optimizer: {type(optimizer).__name__} needs closures or sparse gradients; use another one")
     if problem := shared_state_problem(model):
         raise ValueError(f"model: {problem}")
+
+
+def _check_layers(model: FlatModel) -> None:
+    try:
+        model.probe(1, products=False)
+    except UnsupportedModuleError as error:
+        raise ValueError(f'statistics: {error.problem}; "across_workers" works, with two workers or more') from None
 
 
 def _check_method(method: Any, name: str, optimizer: torch.optim.Optimizer, config: Config, workers: int) -> None:

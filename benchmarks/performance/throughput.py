@@ -6,6 +6,7 @@ Measurements are interleaved, and their ratios are printed: single timings on a 
 """
 
 import argparse
+import random
 import statistics
 import sys
 import time
@@ -34,6 +35,8 @@ from utils.config.schema import Config, ConfigError
 from utils.distributed.devices import wait_for
 from utils.distributed.launch import cores
 
+# A round that outlasts every measurement.
+_NO_END = 10**6
 # The measured configuration.
 OVERHEAD = {
     "number_of_outer_steps": 1,
@@ -64,11 +67,13 @@ def interleaved(
     repeats: int,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, list[float]]:
-    """Measure the seconds of every function in turn, after a warm-up call."""
+    """Measure the seconds of every function in turn, after a warm-up call; the order changes, as it has an effect."""
     times: dict[str, list[float]] = {name: [] for name in functions}
+    order = list(functions)
     for repeat in range(repeats + 1):
-        for name, function in functions.items():
-            elapsed = seconds(function, device, clock)
+        random.Random(repeat).shuffle(order)
+        for name in order:
+            elapsed = seconds(functions[name], device, clock)
             if repeat:
                 times[name].append(elapsed)
     return times
@@ -155,16 +160,12 @@ class BareLoop:
 
 
 class LibraryLoop(BareLoop):
-    """The bare loop over adloco.Worker, with an outer step at the end of every round."""
+    """The bare loop over adloco.Worker, with an outer step after every `inner_steps` steps."""
 
-    def __init__(self, config: Config, data: TaskData, device: torch.device):
+    def __init__(self, config: Config, data: TaskData, device: torch.device, inner_steps: int):
         super().__init__(config, data, device)
         self.worker = adloco.Worker(
-            self.model,
-            self.optimizer,
-            inner_steps=config.number_of_inner_steps_between_outers,
-            batch=self.batch,
-            gradient_clipping=self.clip,
+            self.model, self.optimizer, inner_steps=inner_steps, batch=self.batch, gradient_clipping=self.clip
         )
 
     def run(self, steps: int) -> None:
@@ -208,11 +209,14 @@ def step_speeds(config: Config, repeats: int, clock: Callable[[], float] = time.
     cluster = Cluster(config, data)
     tested = Cluster(parse_config(vars(config) | {"sampling_method": "norm_test", "max_batch_growth": 1.0})[0], data)
     device = cluster.devices[0]
+    steps = config.number_of_inner_steps_between_outers
     bare = BareLoop(config, data, device)
-    library = LibraryLoop(config, data, device)
+    library = LibraryLoop(config, data, device, steps)
+    one_round = LibraryLoop(config, data, device, _NO_END)
     functions = {
-        "bare loop": lambda: bare.run(config.number_of_inner_steps_between_outers),
-        "loop over adloco.Worker": lambda: library.run(config.number_of_inner_steps_between_outers),
+        "bare loop": lambda: bare.run(steps),
+        "loop over adloco.Worker": lambda: library.run(steps),
+        "inner steps of adloco.Worker": lambda: one_round.run(steps),
         "inner steps": lambda: inner_steps(cluster),
         "whole round": lambda: whole_round(cluster),
         "whole round with norm test": lambda: whole_round(tested),

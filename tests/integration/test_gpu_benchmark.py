@@ -1,6 +1,7 @@
 """`make gpu`: no effect without a GPU, the text for given numbers, and its parts on the CPU with tiny models."""
 
 import json
+from functools import partial
 
 import pytest
 import torch
@@ -90,8 +91,8 @@ def tiny(**values):
 def test_the_parts_measure_speed_and_memory(monkeypatch):
     monkeypatch.setattr(gpu, "peak_flops", lambda device: 1e11)
     found = gpu.speeds(tiny(), repeats=2)
-    loops = {"bare_loop", "loop_over_adloco.Worker"}
-    assert set(found["mfu"]) == set(found["tokens_per_second"]) == loops | {"inner_steps", "whole_round"}
+    loops = {"bare_loop", "loop_over_adloco.Worker", "inner_steps_of_adloco.Worker", "inner_steps", "whole_round"}
+    assert set(found["mfu"]) == set(found["tokens_per_second"]) == loops
     speed, mfu = found["tokens_per_second"]["inner_steps"], found["mfu"]["inner_steps"]
     # 6 for each weight of the layer (q and o, k and v, MLP) and of the head, and 6 * 16 * 8 for attention.
     assert mfu * 1e11 / speed == pytest.approx(6 * (512 + 256 + 1152 + 4800) + 768)
@@ -103,7 +104,7 @@ def test_the_parts_measure_speed_and_memory(monkeypatch):
     assert min(plain["planned_bytes"], less["planned_bytes"]) > 4 * plain["parameters"]
 
 
-@pytest.mark.parametrize("loop", [BareLoop, LibraryLoop])
+@pytest.mark.parametrize("loop", [BareLoop, partial(LibraryLoop, inner_steps=3)])
 def test_the_compared_loops_copy_their_batches_to_the_device_alike(monkeypatch, loop):
     config = tiny()
     compared = loop(config, make_data(config), torch.device("cpu"))

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import re
 import signal
 from pathlib import Path
 
@@ -15,9 +16,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 import adloco
 from adloco import local_processes
-from examples import fine_tune, hugging_face_trainer, own_loop
+from examples import fine_tune, hugging_face_trainer
 from fabrics.data import python_docs
 from run import train
+from tests.support.blocks import ROOT
 from tests.support.library import (
     Regression,
     begin_with_unlike_processes,
@@ -36,6 +38,10 @@ CASES = {
         {"batch": 8},
     ),
     "DiLoCo with the norm test and accumulation": ({}, {"batch": ADAPTIVE}),
+    "DiLoCo across workers": (
+        {"statistics_estimator": "across_workers"},
+        {"batch": ADAPTIVE, "statistics": "across_workers"},
+    ),
     "DiLoCo in int8": (
         {"communication_dtype": "int8"},
         {"batch": ADAPTIVE, "communication_dtype": "int8"},
@@ -92,6 +98,7 @@ def test_two_processes_train_the_same_bits_as_the_program(programs, tmp_path, ca
         assert not different, name
         for count in ("communications", "bytes_communicated"):
             assert loop[count] == run.summary[count], name
+        assert loop["requested_batch"] == {"DiLoCo with a fixed batch": 8}.get(name, 24), name
 
 
 def test_a_resumed_loop_equals_an_uninterrupted_one(tmp_path):
@@ -415,9 +422,10 @@ def test_models_and_optimizers_that_cannot_be_used_are_refused():
 
 def test_an_unknown_layer_is_refused_with_the_way_out():
     model = nn.Sequential(nn.Conv1d(1, 1, 3))
-    worker = adloco.Worker(model, torch.optim.SGD(model.parameters(), lr=0.1), batch=ADAPTIVE)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(ValueError, match=r"^statistics: .*Conv1d[^;]*; \"across_workers\" works"):
-        next(worker.micro_batches(96))
+        adloco.Worker(model, optimizer, batch=dataclasses.replace(ADAPTIVE, first_round=3))
+    adloco.Worker(model, optimizer, batch=ADAPTIVE, statistics="across_workers")
 
 
 def test_a_loop_in_the_wrong_order_is_an_error():
@@ -449,10 +457,11 @@ def test_a_loop_in_the_wrong_order_is_an_error():
         next(extended.worker.micro_batches(96))
 
 
-@pytest.mark.usefixtures("programs")
-def test_the_example_trains_with_two_workers():
-    first, second = adloco.launch(own_loop.train, processes=2)
-    assert first == second > 0.85
+def test_the_example_trains_with_two_workers_of_torchrun(programs):
+    line = programs.torchrun(2, ROOT / "examples" / "own_loop.py").stdout.strip()
+    found = re.fullmatch(r"accuracy (0\.\d+) after 10 communications \(0\.4 MB\); the batch grew to (\d+)", line)
+    assert float(found[1]) > 0.85
+    assert int(found[2]) > 16
 
 
 @pytest.fixture

@@ -94,6 +94,7 @@ def begin_with_unlike_processes(interrupted: list[dict], alone: dict) -> dict:
     Then continue from the state of one worker for a round; return the first examples, and the state.
     """
     rank = int(os.environ["RANK"])
+    torch.distributed.init_process_group("gloo")  # workers use a group that exists
     torch.manual_seed(rank)
     model = Frozen()
     adloco.Worker(model, torch.optim.SGD(model.second.parameters(), lr=0.1))
