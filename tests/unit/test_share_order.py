@@ -11,19 +11,15 @@ from hypothesis import strategies as st
 from algorithms.nodes.balance import slice_offsets
 from fabrics.data.examples import PackedSequences
 from fabrics.data.sampler import DataCursor, Shares, next_of_several, shares_of_workers, tokens_ahead
-from fabrics.training.flat_model import FlatModel
-from fabrics.training.worker import Node
 from tests.support.helpers import (
-    CPU,
-    LocalProcesses,
     make_config,
+    make_trainer,
     padded,
     random_sequences,
     subset_of,
     tiny_llama,
     train,
 )
-from trainers import Trainer
 
 
 def read(cursor: DataCursor, batches: list[int], steps: int) -> list[list[int]]:
@@ -141,18 +137,10 @@ def test_nothing_is_seen_twice_in_an_epoch_of_a_share(sizes, by_worker, events):
 # Trainers
 
 
-def trainer_of(cursor: DataCursor, examples, nodes: int, number: int = 0, **values) -> Trainer:
-    working = FlatModel(tiny_llama(), CPU)
-    start, processes = working.parameters.detach().clone(), LocalProcesses([CPU], nodes)
-    trainer = Trainer(number, make_config(**values), start, cursor, examples, {CPU: working}, processes)
-    trainer.assign_nodes(tuple(Node(node, CPU, 64) for node in range(nodes)))
-    return trainer
-
-
 def test_workers_of_a_trainer_train_on_their_shares():
     examples = PackedSequences(random_sequences(40))
-    values = {"INITIAL_BATCH_SIZE": 6, "max_requested_batch": 6}
-    trainer = trainer_of(DataCursor(Shares(1, (10, 14, 16)), [0, 1, 2], True), examples, 3, **values)
+    trainer = make_trainer(tiny_llama(), make_config(INITIAL_BATCH_SIZE=6, max_requested_batch=6), examples, 3)
+    trainer.cursor = DataCursor(Shares(1, (10, 14, 16)), [0, 1, 2], True)
     trained = []
     batch_of = examples.batch
 
