@@ -9,6 +9,7 @@ import functools
 import json
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -189,39 +190,12 @@ def _put(part: FilePart, tensors: dict[str, torch.Tensor], key: str) -> None:
 
 
 class Following(Recorder):
-    """Remembers the state after a round, and what refreshed parameters cost before nodes moved or trainers merged."""
+    """Remembers the state after a round."""
 
-    stopped_after = STOPPED_AFTER
-
-    def __init__(self):
+    def __init__(self, stopped_after: int | None = STOPPED_AFTER):
         super().__init__()
+        self.stopped_after = stopped_after
         self.state: dict = {}
-        self.refreshed, self._moving = 0, False
-        places = ((Trainer, "assign_nodes"), (Trainer, "absorb"), (WorkerGroup, "_settle"))
-        self._originals = {(owner, name): getattr(owner, name) for owner, name in places}
-
-    def __enter__(self):
-        for (owner, name), original in self._originals.items():
-            setattr(owner, name, self._followed(name, original))
-        return self
-
-    def __exit__(self, *exception):
-        for (owner, name), original in self._originals.items():
-            setattr(owner, name, original)
-
-    def _followed(self, name, original):
-        def call(trainer, *arguments, **named):
-            if name == "_settle":
-                sent = original(trainer, *arguments, **named)
-                self.refreshed += sent if self._moving else 0
-                return sent
-            self._moving = True
-            try:
-                return original(trainer, *arguments, **named)
-            finally:
-                self._moving = False
-
-        return call
 
     def on_round(self, cluster, result):
         super().on_round(cluster, result)
@@ -246,7 +220,14 @@ def pool(name: str) -> Config:
 
 def run(config: Config, processes=None, recorder: Following | None = None, resumes: bool = False) -> dict:
     """Run, and return the states on the way, at the end, and at the end of the run resumed on the way."""
-    with recorder or Following() as recorder:
+    recorder = recorder or Following()
+    settle, refreshed = WorkerGroup._settle, []
+
+    def noting(worker_group, some_end):
+        refreshed.append(settle(worker_group, some_end))
+        return refreshed[-1]
+
+    with patch.object(WorkerGroup, "_settle", noting):
         cluster = Cluster(config, data(), processes)
         final = cluster.train(recorder)
     states = {"stopped": recorder.state, "final": state_of(cluster)}
@@ -264,7 +245,7 @@ def run(config: Config, processes=None, recorder: Following | None = None, resum
         "requests": [report.requested_batch for report in reports],
         "workers": [len(report.workers) for report in reports],
         "moved": cluster.counters.bytes_merged + cluster.counters.bytes_redistributed,
-        "refreshed": recorder.refreshed,
+        "refreshed": sum(refreshed),
         "left_out": cluster.counters.left_out,
     }
 
@@ -281,11 +262,8 @@ def losing(lost: Callable[[RoundKey], bool] = lambda key: (key.round, key.worker
             self._model.gradient.fill_(float("nan"))
         return plan, loss, probes
 
-    InnerLoop._accumulate = failing
-    try:
+    with patch.object(InnerLoop, "_accumulate", failing):
         yield
-    finally:
-        InnerLoop._accumulate = accumulate
 
 
 @functools.cache

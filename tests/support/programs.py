@@ -11,13 +11,11 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import runpy
-import signal
 import subprocess
 import sys
 import sysconfig
 import tempfile
 import time
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from subprocess import CompletedProcess, Popen
@@ -37,6 +35,7 @@ ENDING_SECONDS = 60.0
 TORCHRUN = Path(sysconfig.get_path("scripts"), "torchrun")
 
 T = TypeVar("T")
+_FORK = multiprocessing.get_context("fork")
 _SERVER = multiprocessing.get_context("forkserver")
 _SERVER.set_forkserver_preload(["tests.support.preloaded"])
 
@@ -70,56 +69,38 @@ class _ForkedPopen:
     """The part of Popen that utils.distributed.launch uses, for `python *words` without a new interpreter."""
 
     def __init__(self, command: Sequence[str], env: Mapping[str, str], stdin: int):
-        self.returncode: int | None = None
-        self.pid = os.fork()
-        if self.pid:
-            return
-        status = 1
-        try:
-            os.environ.clear()
-            os.environ.update(env)
-            _run_python([*map(str, command[1:])])
-            status = 0
-        except SystemExit as end:
-            status = end.code or 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(status)
+        self._process = _FORK.Process(target=_forked, args=([*map(str, command[1:])], env))
+        self._process.start()
+        self.pid = self._process.pid
+        self.kill = self._process.kill
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
 
     def poll(self) -> int | None:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.wait(0.0)
         return self.returncode
 
     def wait(self, timeout: float = LIMIT_SECONDS) -> int:
-        end = time.monotonic() + timeout
-        while self.returncode is None:
-            ended, status = os.waitpid(self.pid, os.WNOHANG)
-            if ended:
-                self.returncode = os.waitstatus_to_exitcode(status)
-            elif time.monotonic() > end:
-                raise subprocess.TimeoutExpired("fork", timeout)
-            else:
-                time.sleep(0.01)
+        self._process.join(timeout)
+        if self.returncode is None:
+            raise subprocess.TimeoutExpired("fork", timeout)
         return self.returncode
 
-    def kill(self) -> None:
-        if self.poll() is None:
-            os.kill(self.pid, signal.SIGKILL)
+
+def _forked(words: list[str], environment: Mapping[str, str]) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
+    _run_python(words)
 
 
 def _program(words: list[str], environment: dict[str, str], folder: Path, outputs: tuple[Path, Path]) -> None:
     """Do what `python *words` does; runs in a child of the fork server."""
     for number, path in enumerate(outputs, start=1):
         os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), number)
-    os.environ.clear()
-    os.environ.update(environment)
     os.chdir(folder)
     launch.subprocess = SimpleNamespace(**vars(subprocess) | {"Popen": _ForkedPopen})
-    _run_python(words)
+    _forked(words, environment)
 
 
 def _run_python(words: list[str]) -> None:

@@ -124,17 +124,6 @@ def data_of(name: str) -> TaskData:
     return TaskData("classification", "random", "random tokens", train, validation, class_names=("low", "high"))
 
 
-class _Stopping(Recorder):
-    """Remembers the state after a round, as a checkpoint has it."""
-
-    state = None
-
-    def on_round(self, cluster, result):
-        super().on_round(cluster, result)
-        if result.outer_step == STOPPED_AFTER:
-            self.state = matrix.state_of(cluster)
-
-
 def recipe() -> dict:
     """The values of configs/fsdp_norm.yaml, in small."""
     path = Path(__file__).resolve().parents[2] / "configs" / "fsdp_norm.yaml"
@@ -167,7 +156,7 @@ def run_scenario(name: str, processes: Processes, state: dict | None = None, fol
         cluster = Cluster(config, data_of(name), processes)
         if state is not None:
             matrix.resume(cluster, state)
-        recorder = _Stopping() if name == RESUMED else Recorder()
+        recorder = matrix.Following(STOPPED_AFTER) if name == RESUMED else Recorder()
         final = cluster.train(recorder)
         if folder is not None:
             assert cluster.save_models(folder, recorder)
@@ -191,14 +180,10 @@ def run_scenario(name: str, processes: Processes, state: dict | None = None, fol
     }
 
 
-class _Following(matrix.Following):
-    stopped_after = None
-
-
 def run_method(name: str, processes: Processes) -> dict:
     """A run with a synchronisation method in float64 in which two trainers merge after a round."""
     config = matrix.merging(name, number_of_outer_steps=3, number_of_initial_trainers=2, merge_count=2)
-    found = matrix.run(config, processes, _Following())
+    found = matrix.run(config, processes, matrix.Following(None))
     kept = {what: found[what] for what in ("losses", "train_losses", "requests", "events")}
     return kept | {"tensors": found["states"]["final"]["tensors"]}
 

@@ -3,12 +3,15 @@
 It trains small runs in all its processes, and the main process writes the results to FOLDER.
 """
 
+import contextlib
 import dataclasses
 import json
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import patch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -78,67 +81,55 @@ OF_TWO = ("across workers", "workers join", "clusters in a changing pool")
 UNCOUNTED = ("speeds in a changing pool", "clusters in a changing pool", "all-reduce")
 
 
-class Wire:
-    """Counts what this process sends while the context lasts.
+@contextlib.contextmanager
+def counted_wire() -> Iterator[SimpleNamespace]:
+    """Count what this process sends while the context lasts.
 
     Attributes:
         calls: number of calls by name.
         sent: bytes sent to other processes.
         copied: bytes of state that other processes sent to this one.
     """
+    wire = SimpleNamespace(calls=Counter(), sent=0.0, copied=0)
+    exchange = Transport.exchange
+    copy = Transport.copy
+    all_reduce = Transport.all_reduce
+    gather = dist.all_gather_object
 
-    def __init__(self):
-        self.calls: Counter = Counter()
-        self.sent = 0.0
-        self.copied = 0
-        self._patches = []
+    def counted_exchange(transport, sent, received):
+        wire.calls["exchange"] += 1
+        wire.sent += sum(tensor.nbytes for _, tensor in sent)
+        return exchange(transport, sent, received)
 
-    def __enter__(self):
-        exchange = Transport.exchange
-        copy = Transport.copy
-        all_reduce = Transport.all_reduce
-        gather = dist.all_gather_object
+    def counted_copy(transport, tensors, source, takers):
+        calls = wire.calls.copy()
+        copy(transport, tensors, source, takers)
+        wire.calls = calls  # its exchanges are no mean's
+        if transport.rank in takers:
+            wire.copied += sum(tensor.nbytes for tensor in tensors)
 
-        def counted_exchange(transport, sent, received):
-            self.calls["exchange"] += 1
-            self.sent += sum(tensor.nbytes for _, tensor in sent)
-            return exchange(transport, sent, received)
+    def counted_all_reduce(transport, tensor):
+        wire.calls["all_reduce"] += 1
+        wire.sent += 2 * (len(transport.ranks) - 1) / len(transport.ranks) * tensor.nbytes  # a ring
+        return all_reduce(transport, tensor)
 
-        def counted_copy(transport, tensors, source, takers):
-            calls = self.calls.copy()
-            copy(transport, tensors, source, takers)
-            self.calls = calls  # its exchanges are no mean's
-            if transport.rank in takers:
-                self.copied += sum(tensor.nbytes for tensor in tensors)
+    def counted_gather(*arguments, **keywords):
+        wire.calls["gather"] += 1
+        return gather(*arguments, **keywords)
 
-        def counted_all_reduce(transport, tensor):
-            self.calls["all_reduce"] += 1
-            self.sent += 2 * (len(transport.ranks) - 1) / len(transport.ranks) * tensor.nbytes  # a ring
-            return all_reduce(transport, tensor)
-
-        def counted_gather(*arguments, **keywords):
-            self.calls["gather"] += 1
-            return gather(*arguments, **keywords)
-
-        self._patches = [
-            patch.object(Transport, "exchange", counted_exchange),
-            patch.object(Transport, "copy", counted_copy),
-            patch.object(Transport, "all_reduce", counted_all_reduce),
-            patch.object(dist, "all_gather_object", counted_gather),
-        ]
-        for each in self._patches:
-            each.start()
-        return self
-
-    def __exit__(self, *exception):
-        for each in self._patches:
-            each.stop()
+    with (
+        patch.object(Transport, "exchange", counted_exchange),
+        patch.object(Transport, "copy", counted_copy),
+        patch.object(Transport, "all_reduce", counted_all_reduce),
+        patch.object(dist, "all_gather_object", counted_gather),
+    ):
+        yield wire
 
 
 class _Counting(Recorder):
     """Remembers the calls of each round, evaluation and merge included."""
 
-    def __init__(self, wire: Wire):
+    def __init__(self, wire: SimpleNamespace):
         super().__init__()
         self.wire = wire
         self.by_round: list[dict] = []
@@ -196,7 +187,7 @@ def run_scenario(name: str, processes: Processes | None = None) -> dict:
     processes = processes or join_processes(config)
     with (
         patch.object(initialisation, "build_model", _build(name)),
-        Wire() as wire,
+        counted_wire() as wire,
     ):
         data = _data(config, processes)
         cluster = Cluster(config, data, processes)
@@ -232,7 +223,7 @@ def bytes_of_a_method(name: str, processes: Processes) -> dict:
     torch.manual_seed(0)
     trainer = make_trainer(matrix.Bigrams(), matrix.config_of(name), examples, nodes, processes=processes)
     events, schedule = [], RoundSchedule(matrix.INNER_STEPS, 0.0, 0.0)
-    with Wire() as wire:
+    with counted_wire() as wire:
         for _ in range(3):
             split = trainer.split_work()
             parts = processes.gather(trainer.train_round(split, schedule, lambda: None))
@@ -247,7 +238,7 @@ def bytes_of_a_method(name: str, processes: Processes) -> dict:
 def merging(name: str, processes: Processes) -> dict:
     """A run with a method in which trainers merge and a worker is lost, and the bytes of state that moved."""
     two = processes.count == 2
-    with Wire() as wire, matrix.losing():
+    with counted_wire() as wire, matrix.losing():
         run = matrix.run(matrix.merging(name), processes, resumes=two)
     run["copied"] = sum(processes.gather(wire.copied))
     # With more than two processes a server has no process: what goes through it goes to all.
