@@ -191,6 +191,8 @@ SPEEDS = TOKENS | {"node_speeds": [1, 1, 0.5, 0.25]}
     [
         ({"number_of_outer_steps": None}, ["number_of_outer_steps"]),
         ({"dataset": "text"}, ["text_files"]),
+        ({"dataset": "imdb"}, ["model_type"]),
+        ({"data_split": "sources", "data_shares": 3}, ["data_shares"]),
         ({"statistics_estimator": "across_devices"}, ["statistics_estimator"]),
         ({"INITIAL_BATCH_SIZE": 9, "max_requested_batch": 8}, ["max_requested_batch"]),
         ({"batch_schedule": [[0.5, 16]]}, ["batch_schedule"]),
@@ -241,6 +243,8 @@ SPEEDS = TOKENS | {"node_speeds": [1, 1, 0.5, 0.25]}
         (TOKENS | {"participants": 0.5, "communication_budget": 9}, ["participants"]),
         ({"message_loss": 1}, ["message_loss"]),
         ({"message_loss": 0.1, "statistics_estimator": "across_workers"}, ["statistics_estimator"]),
+        ({"distributed_algo": "Synchronous", "offload_outer_state": True}, ["offload_outer_state"]),
+        ({"distributed_algo": "Synchronous", "offload_moments": True}, ["offload_moments"]),
         ({"distributed_algo": "NoLoCo", "communication_dtype": "int8"}, ["communication_dtype"]),
         (
             {"distributed_algo": "SparseLoCo", "gradient_clipping": None, "communication_dtype": "bfloat16"},

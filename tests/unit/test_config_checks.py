@@ -12,7 +12,6 @@ from fabrics.training.optimizers import INNER_OPTIMIZERS
 from tests.support import matrix
 from tests.support.helpers import Recorder
 from utils.config.reading import parse_config
-from utils.config.schema import ConfigError
 
 # Another value for each key that only some methods or inner optimizers read.
 OTHER = {
@@ -109,12 +108,6 @@ def test_defaults_have_no_warning():
 )
 def test_each_key_without_effect_has_one_warning(values, expected):
     assert parse_config({"number_of_outer_steps": 1} | values, (), CHECKS)[1] == expected
-
-
-@pytest.mark.parametrize("key", ["offload_outer_state", "offload_moments"])
-def test_synchronous_training_cannot_offload_its_state(key):
-    with pytest.raises(ConfigError, match=f"{key}: must be false with Synchronous"):
-        parse_config({"number_of_outer_steps": 1, "distributed_algo": "Synchronous", key: True}, checks=CHECKS)
 
 
 @pytest.mark.parametrize(("batch", "warned"), [(31, ["communication_budget"]), (32, [])])

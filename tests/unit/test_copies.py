@@ -6,11 +6,10 @@ import torch
 from algorithms.synchronisation import METHODS
 from algorithms.synchronisation.method import Capabilities, Method
 from fabrics.config_checks import CHECKS
-from fabrics.training.inner_loop import InnerLoop
 from fabrics.training.method_config import method_of
-from fabrics.training.worker import COPY, Node
+from fabrics.training.worker import COPY
 from tests.support import matrix
-from tests.support.helpers import CPU, Recorder, light_cluster, make_config, resumed, train
+from tests.support.helpers import Recorder, light_cluster, make_config, resumed, train
 from tests.support.synchronising import trainer_of
 from utils.config.schema import ConfigError
 
@@ -95,10 +94,6 @@ def test_what_workers_learned_that_a_resumed_run_has_no_more_stays_in_the_mean(c
 # Workers that are lost or go
 
 
-def moved(trainer, before) -> float:
-    return (trainer.parameters - before).abs().max().item()
-
-
 @pytest.mark.parametrize("looked", [True, False])
 @pytest.mark.parametrize("name", ["SPARTA", "EagerDiLoCo"])
 def test_workers_that_go_leave_what_they_learned_in_the_mean(name, looked):
@@ -112,33 +107,6 @@ def test_workers_that_go_leave_what_they_learned_in_the_mean(name, looked):
     torch.testing.assert_close(trainer.parameters, mean, rtol=0, atol=1e-12)
     for worker in trainer.workers.values():
         torch.testing.assert_close(worker.state[COPY], mean, rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize("how", ["a worker joins", "a merge"])
-def test_no_inner_step_uses_the_corrections_of_other_workers(how, monkeypatch):
-    trainers = [trainer_of(2, distributed_algo="LoCoDL", synchronisation={"probability": 1}) for _ in range(2)]
-    for trainer in trainers:
-        train(trainer, 2, 4)
-    trainer, other = trainers
-    other.id = 1
-    used = []
-    step = InnerLoop._step
-
-    def watching(self):
-        if self.done == 0:
-            used.append(self.worker.state["correction"].abs().max().item())
-        step(self)
-
-    monkeypatch.setattr(InnerLoop, "_step", watching)
-    train(trainer, 1, 4)
-    assert min(used) > 0.0
-    used.clear()
-    if how == "a merge":
-        trainer.absorb([other], {0: 0.5, 1: 0.5})
-    else:
-        trainer.assign_nodes(tuple(Node(index, CPU, 64) for index in range(3)))
-    train(trainer, 1, 4)
-    assert used == [0.0] * len(trainer.nodes)
 
 
 def test_corrections_cancel_again_after_a_worker_was_lost():

@@ -165,8 +165,3 @@ def test_a_model_with_another_number_of_classes_is_refused(folder):
     config = make(imdb_local_path=str(folder), model_config={"preset": "demo", "num_labels": 3})
     with pytest.raises(ConfigError, match=r"model_config\.num_labels: the data has 2 classes, got 3"):
         Cluster(config, load_data(config))
-
-
-def test_imdb_needs_a_classifier():
-    with pytest.raises(ConfigError, match="model_type: microllama is for causal_lm, dataset imdb for classification"):
-        make(model_type="microllama")

@@ -358,7 +358,7 @@ def test_sparse_loco_sends_what_is_left_before_a_merge_and_before_workers_leave(
     trainers = apart(**values)
     unsent = [torch.stack([w.state["unsent"] for w in trainer.workers.values()]).mean(0) for trainer in trainers]
     expected = [trainer.parameters - 0.7 * left for trainer, left in zip(trainers, unsent, strict=True)]
-    sent = 2 * 8 * parameter_count(trainers[0])  # a mean over two workers
+    sent = 2 * 8 * trainers[0].worker_group.parameter_count  # a mean over two workers
     leaving = apart(**values)[0]
     before = leaving.worker_group.parameter_bytes
     assert leaving.assign_nodes(leaving.nodes[:1]) == sent == 2 * before
@@ -422,10 +422,6 @@ def test_a_lone_eager_worker_leaves_nothing_for_the_round_in_which_another_joins
 # Bytes
 
 
-def parameter_count(trainer: Trainer) -> int:
-    return trainer.worker_group.parameter_count
-
-
 def test_streaming_sends_as_many_bytes_as_diloco_in_parts_that_hide_behind_the_delay():
     trainer = trainer_of(2, distributed_algo="StreamingDiLoCo", synchronisation={"fragments": 2, "delay": 1})
     events = train(trainer, 1, 4)[0].events
@@ -433,7 +429,7 @@ def test_streaming_sends_as_many_bytes_as_diloco_in_parts_that_hide_behind_the_d
         ("synchronisation", 2, 1),
         ("synchronisation", 4, 1),
     ]
-    whole = 8 * parameter_count(trainer)
+    whole = 8 * trainer.worker_group.parameter_count
     assert sum(event.sent for event in events) == whole == train(trainer_of(2), 1, 4)[0].events[0].sent
     assert min(event.sent for event in events) > 0.2 * whole
 
@@ -448,7 +444,7 @@ def test_noloco_sends_two_models_to_every_peer(dtype, size):
     trainer = trainer_of(4, distributed_algo="NoLoCo", communication_dtype=dtype)
     for report in train(trainer, 2, 1):
         (event,) = report.events
-        assert event.sent == event.received == 2 * size * parameter_count(trainer)
+        assert event.sent == event.received == 2 * size * trainer.worker_group.parameter_count
         assert (event.kind, event.through) == ("synchronisation", "groups of 2")
     exact = trainer_of(4, distributed_algo="NoLoCo")
     train(exact, 2, 1)
@@ -493,9 +489,11 @@ def test_locodl_sends_values_alone_and_its_corrections_cancel():
     events = train(trainer, 1)[0].events
     assert [(event.sent, event.received) for event in events] == [(3 * count * 8, 3 * count * 8)] * 3
     control = trainer.shared["control"]
-    for workers in (4, 3, 2):  # with other workers, and after a merge, they start at zero again
-        trainer.assign_nodes(trainer.nodes[:workers])
-        if workers == 2:
+    # Corrections start at zero again with other workers and after a merge, which replaces no worker here.
+    for step, workers in enumerate((4, 3, 5, 5)):
+        if step < 3:
+            trainer.assign_nodes(tuple(Node(index, CPU, 64) for index in range(workers)))
+        else:
             other = trainer_of(2, distributed_algo="LoCoDL", synchronisation={"probability": 1, "density": 0.1})
             other.id = 1
             train(other, 1)

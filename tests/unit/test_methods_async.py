@@ -146,7 +146,7 @@ def test_delayed_nesterov(nodes, buffer):
 )
 def test_delayed_nesterov_with_repeated_arrivals(leg, buffer, link):
     trainer = of_speeds("DelayedNesterov", {"steps": leg, "buffer": buffer}, link=link)
-    seconds = Link.parse(link).seconds(2 * 8 * parameter_count(trainer)) if link else 0.0
+    seconds = Link.parse(link).seconds(2 * 8 * trainer.worker_group.parameter_count) if link else 0.0
     wait = Fraction(seconds / STEP_SECONDS).limit_denominator(10**6)
     times = oracles.step_times(OWN, H, ROUNDS, leg, wait)
     assert_equals(lambda problem: oracles.delayed_nesterov(problem, times, leg, buffer or 4), trainer, times)
@@ -217,22 +217,18 @@ def test_workers_count_as_the_squares_of_their_examples():
 # Bytes and values
 
 
-def parameter_count(trainer: Trainer) -> int:
-    return trainer.worker_group.parameter_count
-
-
 @pytest.mark.parametrize(("dtype", "size"), [("float32", 8), ("bfloat16", 2)])
 def test_the_server_receives_a_model_from_every_worker_and_sends_one_back(dtype, size):
     trainer = trainer_of(3, distributed_algo="DelayedNesterov", communication_dtype=dtype)
     (event,) = train(trainer, 1, 1)[0].events
-    elements = parameter_count(trainer)
+    elements = trainer.worker_group.parameter_count
     assert (event.sent, event.received, event.through) == (size * elements, 8 * elements, "server")
 
 
 def test_only_ready_workers_send_and_receive():
     trainer = of_speeds("Decoupled", {"fragments": 1, "quorum": 1, "steps": 4})
     (report,) = train(trainer, 1, H)
-    whole = 8 * parameter_count(trainer)
+    whole = 8 * trainer.worker_group.parameter_count
     assert [(event.step, event.by, event.sent, event.received) for event in report.events] == [
         (4, (0, 1), whole / 2, whole / 2),
         (8, (0, 1, 2), 3 * whole / 4, 3 * whole / 4),
@@ -247,7 +243,7 @@ def test_a_server_answers_with_a_fragment_as_it_is():
     parameters = {"fragments": 1, "quorum": 1, "steps": 4, "mixing": 0.0}
     trainer = of_speeds("Decoupled", parameters, communication_dtype="bfloat16")
     (report,) = train(trainer, 1, H)
-    whole = parameter_count(trainer)
+    whole = trainer.worker_group.parameter_count
     assert [(event.sent, event.received) for event in report.events] == [(whole, 4 * whole), (1.5 * whole, 6 * whole)]
     exact = [torch.equal(worker.state[COPY], trainer.parameters) for worker in trainer.workers.values()]
     assert exact == [True, True, True, False]  # the last one has not sent it
@@ -267,7 +263,7 @@ def test_by_default_a_server_waits_for_more_than_half(speeds, expected):
 def test_a_fast_worker_arrives_several_times_while_a_slow_one_computes_once():
     trainer = of_speeds("DelayedNesterov", {"steps": 2}, [1.0, 0.25])
     (report,) = train(trainer, 1, H)
-    whole = 8 * parameter_count(trainer)
+    whole = 8 * trainer.worker_group.parameter_count
     expected = [(2, (0,), whole / 2), (4, (0,), whole / 2), (6, (0,), whole / 2), (8, (0, 1), whole)]
     assert [(event.step, event.by, event.sent) for event in report.events] == expected
 

@@ -93,6 +93,10 @@ def test_initialisation_depends_on_the_seed_alone(tokenizer):
     ("settings", "problem"),
     [
         ({"preset": "gigantic"}, "model_config.preset: "),
+        ({"preset": "demo", "name": "keeeeenw/MicroLlama"}, "give preset or name, got demo and keeeeenw/MicroLlama"),
+        ({"preset": ["demo"]}, r"preset: must be a text, got \['demo'\]"),
+        ({"name": 5, "pretrained": True}, "name: must be a text, got 5"),
+        ({"name": ""}, "name: must be a text, got ''"),
         ({"hiden_size": 8}, "model_config.hiden_size: .*did you mean hidden_size"),
         ({"pretrained": "yes"}, "model_config.pretrained: "),
         ({"pretrained": True}, "model_config.name: "),
@@ -231,20 +235,6 @@ def test_a_model_of_any_architecture_needs_a_name_and_has_its_values(tokenizer):
         build_model("causal_lm", {"name": "a", "preset": "demo"}, tokenizer, 9, 0)
 
 
-@pytest.mark.parametrize(
-    ("settings", "problem"),
-    [
-        ({"preset": "demo", "name": "keeeeenw/MicroLlama"}, "give preset or name, got demo and keeeeenw/MicroLlama"),
-        ({"preset": ["demo"]}, r"preset: must be a text, got \['demo'\]"),
-        ({"name": 5, "pretrained": True}, "name: must be a text, got 5"),
-        ({"name": ""}, "name: must be a text, got ''"),
-    ],
-)
-def test_one_text_names_the_architecture(settings, problem, tokenizer):
-    with pytest.raises(ConfigError, match=problem):
-        build_model("microllama", settings, tokenizer, 9, 0)
-
-
 def test_a_number_with_an_exponent_needs_no_point(tokenizer):
     model = build_model("microllama", {"preset": "demo", "rms_norm_eps": "1e-3"}, tokenizer, 9, 0)
     assert model.config.rms_norm_eps == 1e-3
@@ -316,13 +306,6 @@ def test_a_flat_model_consists_of_views_of_two_buffers(make):
     assert working.gradient.norm().item() == pytest.approx(
         torch.cat([p.grad.flatten() for p in reference.parameters() if p.grad is not None]).norm().item()
     )
-
-
-def test_frozen_parameters_stay_out_of_the_buffer():
-    model = tiny_llama()
-    model.model.embed_tokens.weight.requires_grad_(False)
-    trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    assert FlatModel(model, CPU).parameter_count == trainable
 
 
 def test_evaluating_restores_the_mode():
