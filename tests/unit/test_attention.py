@@ -30,10 +30,9 @@ from fabrics.models.attention import (
 from fabrics.models.export import save_model
 from fabrics.pool.eval_tool import begin_batches
 from fabrics.training.flat_model import FlatModel
-from fabrics.training.inner_loop import InnerLoop, accumulate_gradients, backward, probed_backward
+from fabrics.training.inner_loop import InnerLoop, accumulate_gradients, backward
 from tests.support.helpers import (
     CPU,
-    in_one_type,
     make_config,
     make_trainer,
     padded,
@@ -153,17 +152,6 @@ def test_right_padding_needs_no_mask_in_causal_attention(architecture):
             losses.mean().backward()
         found.append((losses.detach(), *(parameter.grad.clone() for parameter in model.parameters())))
     torch.testing.assert_close(found[0], found[1], rtol=1e-12, atol=1e-14)
-
-
-def test_per_example_statistics_of_padded_texts_are_those_of_single_texts():
-    texts = padded([list(range(1, length)) for length in (3, 9, 14, 30)])
-    working = FlatModel(in_one_type(tiny_llama()), CPU)
-    _, probe = probed_backward(working, texts, np.arange(4))
-    for index in range(4):
-        working.gradient.zero_()
-        backward(working, texts, np.array([index]))
-        expected = working.gradient.square().sum().item()
-        assert probe.squared_norms[index].item() * 4**2 == pytest.approx(expected, rel=1e-12)
 
 
 def test_only_16_bit_types_have_grouped_queries_on_gpus():

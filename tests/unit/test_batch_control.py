@@ -72,16 +72,6 @@ def test_a_request_never_shrinks_and_keeps_its_bounds():
     assert requests == [6, 6, 9, 11, 11]
 
 
-def test_smoothing_carries_the_error_along():
-    """Four equal rounds without decay's loss (0.999): the error of the mean is half of one round's."""
-    own = control(smoothing=0.999)
-    for _ in range(4):
-        statistics, _ = conclude(own, sample(2.0, 1.0))
-    assert statistics.squared_norm == pytest.approx(2.0)
-    assert statistics.squared_norm_error == pytest.approx(0.5, rel=1e-5)
-    assert own.requested_batch == 27  # 80 / (2 + 2 * 0.5) = 26.7
-
-
 def test_eta_follows_the_progress_of_the_run():
     requests = []
     for progress in (0.0, 0.5, 1.0):

@@ -21,10 +21,8 @@ from fabrics.training.inner_loop import accumulate_gradients
 from tests.support.helpers import (
     CPU,
     VOCABULARY,
-    Recorder,
     light_cluster,
     random_sequences,
-    tiny_cluster,
     tiny_llama,
 )
 from tests.unit.test_attention import language_model
@@ -109,16 +107,6 @@ def test_no_tensor_has_the_logits_of_more_than_a_chunk():
         evaluated = partial(begin_batches, model, examples, 8, [0])
         sizes.append([largest_tensor(work) / 8 / 20_000 for work in (trained, evaluated)])
     assert sizes == [[TOKENS, TOKENS], [2, 2]]
-
-
-def test_a_run_with_chunks_has_the_parameters_of_one_without():
-    found = []
-    for chunk in (None, 4):
-        cluster = tiny_cluster(loss_chunk_tokens=chunk, number_of_outer_steps=2)
-        evaluations = cluster.train(Recorder())
-        found.append((evaluations[0].loss, cluster.trainers[0].parameters))
-    assert found[1][0] == pytest.approx(found[0][0], rel=1e-5)
-    torch.testing.assert_close(found[1][1], found[0][1], rtol=0, atol=1e-5)
 
 
 def test_a_module_whose_logits_may_be_something_else_is_refused():

@@ -251,23 +251,6 @@ def test_a_server_answers_with_a_fragment_as_it_is():
     assert slow.worker_group.server_seconds(10) == pytest.approx(1 + 8 * (20 + 80) / 1000)
 
 
-@pytest.mark.parametrize(
-    ("speeds", "expected"),
-    [([1.0, 0.25], [(8, (0, 1))]), ([1.0, 0.5, 0.25], [(4, (0, 1)), (8, (0, 1, 2))])],
-)
-def test_by_default_a_server_waits_for_more_than_half(speeds, expected):
-    (report,) = train(of_speeds("Decoupled", {"fragments": 1, "steps": 2}, speeds), 1, H)
-    assert [(event.step, event.by) for event in report.events] == expected
-
-
-def test_a_fast_worker_arrives_several_times_while_a_slow_one_computes_once():
-    trainer = of_speeds("DelayedNesterov", {"steps": 2}, [1.0, 0.25])
-    (report,) = train(trainer, 1, H)
-    whole = 8 * trainer.worker_group.parameter_count
-    expected = [(2, (0,), whole / 2), (4, (0,), whole / 2), (6, (0,), whole / 2), (8, (0, 1), whole)]
-    assert [(event.step, event.by, event.sent) for event in report.events] == expected
-
-
 def test_a_worker_that_replaces_another_begins_a_leg():
     trainer = of_speeds("DelayedNesterov", {"steps": 5}, [1.0] * 4)
     nodes = trainer.nodes

@@ -7,7 +7,6 @@ import json
 import math
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -31,11 +30,11 @@ from tests.support.helpers import (
     parameters_of,
     peek,
     random_sequences,
-    recorded_pseudo_gradients,
     tiny_llama,
     train,
 )
 from tests.support.runs import record_run
+from tests.support.synchronising import trainer_of
 from training_logs.recording.node_log import NodeLog
 from training_logs.showing.plots import draw, draw_node_times
 from training_logs.showing.report import headline
@@ -58,12 +57,6 @@ def same_bits(one, other) -> bool:
     return torch.equal(one.trainers[0].parameters, other.trainers[0].parameters)
 
 
-def of_speeds(trainer, speeds):
-    """The trainer with nodes of these speeds."""
-    trainer.assign_nodes(tuple(Node(number, CPU, 64, speed) for number, speed in enumerate(speeds)))
-    return trainer
-
-
 # Shares
 
 
@@ -75,26 +68,6 @@ def test_equal_speeds_give_the_same_bits_as_none():
     assert same_bits(plain, trained(node_speeds=SPEEDS)[0])  # speeds without balance only drive the clock
 
 
-@pytest.mark.parametrize("balance", ["equal", "batch", "steps"])
-def test_the_mean_is_weighted_by_the_examples_of_a_round(balance, monkeypatch):
-    config = make_config(
-        INITIAL_BATCH_SIZE=16, sampling_method="none", distributed_algo="LocalSGD", balance=balance, node_speeds=SPEEDS
-    )
-    trainer = make_trainer(tiny_llama(), config, PackedSequences(random_sequences(200)), nodes=4)
-    of_speeds(trainer, SPEEDS)
-    before = trainer.parameters.numpy().copy()
-    moved = recorded_pseudo_gradients(monkeypatch)
-    (report,) = train(trainer, 1, inner_steps=4)
-    examples = {"equal": [16] * 4, "batch": [24, 24, 12, 4], "steps": [16, 16, 8, 4]}[balance]
-    assert [worker.examples for worker in report.workers.values()] == examples
-    assert report.examples == trainer.cursor.positions[trainer.id] == sum(examples)
-    moved = np.stack([each.numpy() for each in moved])
-    weighted = before - np.average(moved, axis=0, weights=examples)
-    np.testing.assert_allclose(trainer.parameters.numpy(), weighted, rtol=1e-12, atol=1e-14)
-    if balance != "equal":
-        assert np.abs(before - moved.mean(0) - weighted).max() > 1e-6
-
-
 def test_fewer_inner_steps_equal_an_independent_implementation():
     """DiLoCo with workers that make 4 and 2 inner steps of a round; slices of data are in the order of the steps."""
     config = make_config(
@@ -102,7 +75,7 @@ def test_fewer_inner_steps_equal_an_independent_implementation():
     )
     model, sequences = tiny_llama(), random_sequences(70)
     trainer = make_trainer(copy.deepcopy(model), config, PackedSequences(sequences), nodes=2)
-    of_speeds(trainer, [1, 0.5])
+    trainer.assign_nodes((Node(0, CPU, 64, 1), Node(1, CPU, 64, 0.5)))
     stream = torch.from_numpy(sequences[peek(trainer.cursor, 0, 54)]).long()
     train(trainer, 3, inner_steps=4)
 
@@ -159,11 +132,8 @@ def test_at_a_stop_slower_workers_have_made_fewer_steps(monkeypatch):
 
     monkeypatch.setattr(InnerLoop, "__init__", made)
     monkeypatch.setattr(METHODS["StreamingDiLoCo"], "exchange", looking)
-    config = make_config(
-        distributed_algo="StreamingDiLoCo", balance="steps", node_speeds=SPEEDS, number_of_inner_steps_between_outers=8
-    )
-    trainer = make_trainer(tiny_llama(), config, PackedSequences(random_sequences(200)), nodes=4)
-    train(of_speeds(trainer, SPEEDS), 1, inner_steps=8)
+    values = {"balance": "steps", "node_speeds": SPEEDS, "number_of_inner_steps_between_outers": 8}
+    train(trainer_of(4, (), SPEEDS, distributed_algo="StreamingDiLoCo", **values), 1, inner_steps=8)
     assert seen == [(4, [4, 4, 2, 1]), (5, [5, 5, 2, 1]), (8, [8, 8, 4, 2])]
 
 
@@ -251,12 +221,8 @@ def test_workers_arrive_in_the_order_in_which_they_finish():
 
 
 def test_dynamic_steps_let_slow_workers_make_fewer():
-    config = make_config(
-        distributed_algo="DelayedNesterov", synchronisation={"dynamic_steps": True}, node_speeds=SPEEDS,
-        sampling_method="none", INITIAL_BATCH_SIZE=8,
-    )  # fmt: skip
-    trainer = make_trainer(tiny_llama(), config, PackedSequences(random_sequences(200)), nodes=4)
-    (report,) = train(of_speeds(trainer, SPEEDS), 1, inner_steps=5)
+    method = {"distributed_algo": "DelayedNesterov", "synchronisation": {"dynamic_steps": True}}
+    (report,) = train(trainer_of(4, (), SPEEDS, node_speeds=SPEEDS, **method), 1, inner_steps=5)
     assert [len(worker.losses) for worker in report.workers.values()] == [5, 5, 2, 1]
 
 
