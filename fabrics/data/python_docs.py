@@ -1,7 +1,6 @@
 """The documentation of Python: about 2 MB of real English that is on every machine with Python."""
 
 import ast
-import collections
 import functools
 import pydoc_data.topics
 import sys
@@ -20,14 +19,9 @@ _SKIPPED_FOLDERS = {
 
 
 def documentable(tree: ast.Module) -> Iterator[ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef]:
-    """Yield the nodes that may have a docstring, outer before inner; expressions are not visited."""
-    waiting = collections.deque([tree])
-    while waiting:
-        node = waiting.popleft()
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            yield node
-        for part in ("body", "handlers", "orelse", "finalbody", "cases"):
-            waiting.extend(getattr(node, part, ()))
+    """Return the nodes that may have a docstring, outer before inner."""
+    kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+    return (node for node in ast.walk(tree) if isinstance(node, kinds))
 
 
 def docstrings(source: bytes) -> list[str]:

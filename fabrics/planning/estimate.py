@@ -20,20 +20,18 @@ Every total is given as the range over these.
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from algorithms.batch.calc_batch import BATCH_TESTS
 from algorithms.batch.switch_mode import execution_plans
-from algorithms.nodes.traffic import ExchangeSizes, Link, even_split, rounds_ahead
+from algorithms.nodes.traffic import Link, even_split, rounds_ahead
 from fabrics.models.initialisation import META, flops_per_token, meta_model, recompute_activations
 from fabrics.pool.max_batch import round_tensors
 from fabrics.pool.run_checks import check_model
 from fabrics.sharding.sharded_model import gathered_elements, sharded_parts
 from fabrics.training.flat_model import FlatModel
-from fabrics.training.method_config import check_method, method_of, round_bytes, settling_bytes
+from fabrics.training.method_config import check_method, exchange_sizes, method_of
 from fabrics.training.optimizers import inner_optimizer_of
 from fabrics.training.statistics import batch_schedule, probes_examples
 from fabrics.training.worker import personal_tensors
@@ -286,7 +284,7 @@ class _Run:
         tokens = 0
         device_tokens = 0.0  # of the busiest device
         exchanges = []
-        sizes = self._exchange_sizes()
+        sizes = exchange_sizes(config, self.method, self.model)
         ahead = rounds_ahead(self.trainers, self.nodes, 1, config.merge_frequency, config.merge_count, sizes, workers)
         for number, (nodes_of_trainers, sent) in enumerate(ahead, start=1):
             if len(nodes_of_trainers) != living:  # at first, and after a merge
@@ -342,24 +340,6 @@ class _Run:
         max_batches = [config.max_batch_size or batch] * workers
         plans = execution_plans(config.switch_mode, batch, max_batches, config.switch_multiplier)
         return sum(plan.effective_batch for plan in plans)
-
-    def _exchange_sizes(self) -> ExchangeSizes:
-        method = self.method
-        config = self.config
-
-        def sent(workers: int, number: int) -> float:
-            if not method.capabilities.one_exchange:
-                return 0
-            measures = BATCH_TESTS[config.sampling_method] is not None and number >= config.batch_test_start
-            return round_bytes(config, method, self.model, workers, measures)
-
-        given = 1 + sum(name not in method.capabilities.copies for name in method.state)
-        return ExchangeSizes(
-            round=sent,
-            merge=given * self.flat_bytes,
-            joining=self.trainer_bytes + self.moment_bytes,
-            settling=partial(settling_bytes, method, self.model),
-        )
 
 
 def _assumptions(run: _Run, adapts: bool, ends: bool) -> Iterator[str]:

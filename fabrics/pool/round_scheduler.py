@@ -3,10 +3,9 @@
 import copy
 import math
 from collections.abc import Callable, Collection
-from functools import partial
 from typing import TYPE_CHECKING
 
-from algorithms.nodes.traffic import Event, Exchange, ExchangeSizes, redistribution_exchange, rounds_ahead
+from algorithms.nodes.traffic import Event, Exchange, redistribution_exchange, rounds_ahead
 from algorithms.nodes.virtual_clock import Computing, RunClock
 from algorithms.schedule.budget import (
     LONGEST_ROUND,
@@ -18,7 +17,7 @@ from algorithms.schedule.budget import (
 )
 from algorithms.schedule.limits import Limits, RoundSchedule, RunCounters
 from fabrics.pool.node_pool import NodePool
-from fabrics.training.method_config import round_bytes, settling_bytes
+from fabrics.training.method_config import exchange_sizes, round_bytes
 from fabrics.training.optimizers import learning_rate_schedule
 from fabrics.training.statistics import batch_schedule
 from utils.config.schema import BUDGETS, Config
@@ -180,7 +179,8 @@ class RoundScheduler:
         working = nodes
         if config.smallest_worker_batch is not None:  # the other nodes are idle
             working = min(nodes, sum(len(trainer.nodes) for trainer in trainers))
-        sizes = exchange_sizes(config, next(iter(trainers)))
+        group = next(iter(trainers)).worker_group
+        sizes = exchange_sizes(config, group.method, group.first_model)
         ahead = rounds_ahead(
             len(trainers), working, counters.outer_steps + 1, config.merge_frequency, config.merge_count, sizes
         )
@@ -239,21 +239,6 @@ class RoundScheduler:
             f"{self._config.budget}: {budget.amount:,.10g} {budget.unit} are too few: the rest of the run takes at "
             f"least {more}, for which {missing:,.10g} {budget.unit} are missing"
         )
-
-
-def exchange_sizes(config: Config, trainer: "Trainer") -> ExchangeSizes:
-    """The bytes of the exchanges of such a trainer in future rounds."""
-    group = trainer.worker_group
-
-    def sent(workers: int, number: int) -> int:
-        return round_bytes(config, group.method, group.first_model, workers, trainer.batch_control.measures(number))
-
-    return ExchangeSizes(
-        round=sent,
-        merge=len(group.merged_tensors) * group.parameter_bytes,
-        joining=group.sizes.trainer + group.sizes.worker,
-        settling=partial(settling_bytes, group.method, group.first_model),
-    )
 
 
 def _largest_request(trainers: Collection["Trainer"]) -> int:

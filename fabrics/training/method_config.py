@@ -1,5 +1,9 @@
 """The synchronisation method that a configuration asks for."""
 
+from functools import partial
+
+from algorithms.batch.calc_batch import BATCH_TESTS
+from algorithms.nodes.traffic import ExchangeSizes
 from algorithms.synchronisation import METHODS, Method
 from algorithms.synchronisation.encodings import COMMUNICATION_DTYPES, PLAIN
 from algorithms.synchronisation.method import taken_names
@@ -34,6 +38,21 @@ def settling_bytes(method: Method, model: FlatModel, workers: int) -> float:
     """Bytes that workers send before a merge, with a method whose rounds are one exchange each."""
     settles = method.capabilities.averages_copies or type(method).settle is not Method.settle
     return PLAIN.reduction_bytes(workers, model.parameter_count, model.parameters.dtype) if settles else 0
+
+
+def exchange_sizes(config: Config, method: Method, model: FlatModel) -> ExchangeSizes:
+    """The bytes of the exchanges of a trainer, with a method whose rounds are one exchange each."""
+    one = model.parameter_count * model.parameters.element_size()
+    optimizer = inner_optimizer_of(config)
+    moments = 0 if optimizer is None else optimizer.state_bytes(model)
+    names = ("parameters", *method.state)
+    merged = sum(name not in method.capabilities.copies for name in names)
+    tests = BATCH_TESTS[config.sampling_method] is not None
+
+    def sent(workers: int, number: int) -> int:
+        return round_bytes(config, method, model, workers, tests and number >= config.batch_test_start)
+
+    return ExchangeSizes(sent, merged * one, len(names) * one + moments, partial(settling_bytes, method, model))
 
 
 def check_state(config: Config, model: FlatModel) -> None:

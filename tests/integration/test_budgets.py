@@ -7,7 +7,7 @@ import pytest
 
 from algorithms.nodes.traffic import rounds_ahead
 from cluster import Cluster
-from fabrics.pool.round_scheduler import exchange_sizes
+from fabrics.training.method_config import exchange_sizes
 from fabrics.training.outer_round import OuterRound
 from tests.support.helpers import (
     Recorder,
@@ -185,7 +185,8 @@ def test_rounds_send_the_planned_bytes(settings):
     """Four trainers with equally many nodes become one after the second round."""
     budget = budget_settings(4, byte_budget=10**7)
     cluster = light_cluster(**budget | {"batch_test_start": 2, "max_tokens": 3000} | settings)
-    sizes = exchange_sizes(cluster.config, cluster.trainers[0])
+    group = cluster.trainers[0].worker_group
+    sizes = exchange_sizes(cluster.config, group.method, group.first_model)
     planned = rounds_ahead(4, len(cluster.nodes), 1, cluster.config.merge_frequency, 4, sizes)
     for _ in range(4):
         before = cluster.counters.bytes_communicated
