@@ -1,7 +1,9 @@
 """README and docs: short enough, every link and anchor leads somewhere, the page of keys is what the keys say."""
 
 import importlib
+import json
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -102,6 +104,21 @@ def test_every_guarantee_names_its_tests():
     for row in guarantees:
         named = re.findall(r"`(test_\w+)`", row.rsplit("|", 2)[1])
         assert (named and tests.issuperset(named)) or row.endswith("| test |"), row
+
+
+def test_recorded_results_name_commits_of_the_history():
+    git = ["git", "-C", str(ROOT), "rev-list", "HEAD"]
+    done = subprocess.run(git, capture_output=True, text=True, check=False)
+    if done.returncode or (ROOT / ".git/shallow").exists():
+        pytest.skip("needs a clone with its history")
+    history = {commit[:10] for commit in done.stdout.split()}
+    missing = {}
+    for path in (ROOT / "docs/results").glob("*.json"):
+        recorded = json.loads(path.read_text(encoding="utf-8"))
+        if path.stem != "gpu":
+            unknown = {outcome["commit"].rstrip("+") for outcome in recorded["outcomes"]} - history
+            missing |= {path.stem: unknown} if unknown else {}
+    assert missing == {}
 
 
 def test_registries_are_where_the_table_says():
