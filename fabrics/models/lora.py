@@ -87,6 +87,16 @@ def add_adapters(model: nn.Module, lora: LoRA, seed: int) -> None:
         for path, layer in chosen.items():
             parent, _, name = path.rpartition(".")
             setattr(model.get_submodule(parent), name, AdaptedLinear(layer, lora))
+        if model.device.type != "meta":
+            _check_forward(model)
+
+
+@torch.no_grad()
+def _check_forward(model: nn.Module) -> None:
+    try:
+        model(input_ids=torch.zeros(1, 2, dtype=torch.long, device=model.device))
+    except AttributeError as error:  # Mamba's layers read the weights of others
+        raise ConfigError(f"lora.targets: the model needs a layer among these as it is: {error}") from None
 
 
 def _target_layers(model: nn.Module, targets: Sequence[str]) -> dict[str, nn.Linear | Conv1D]:

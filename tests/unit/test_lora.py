@@ -6,7 +6,15 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+)
 
 from algorithms.batch.losses import example_losses
 from cluster import Cluster
@@ -166,6 +174,12 @@ def test_frozen_weights_cost_no_gradient():
 def test_targets_that_cannot_have_adapters_are_named(targets, problem):
     with pytest.raises(ConfigError, match=f"lora.targets: {problem}"):
         add_adapters(tiny_llama(), LoRA(targets=targets), 0)
+
+
+def test_a_layer_whose_weight_is_read_by_another_is_refused():
+    config = MambaConfig(vocab_size=VOCABULARY, hidden_size=16, num_hidden_layers=1, state_size=4)
+    with pytest.raises(ConfigError, match=r"lora.targets: the model needs a layer among these as it is: .*weight"):
+        add_adapters(MambaForCausalLM(config), LoRA(targets=["out_proj"]), 0)
 
 
 def test_an_embedding_that_is_used_twice_stays_as_it_is():
