@@ -309,6 +309,7 @@ def _write(partial: Path, recipe: Recipe) -> Path:
             with progress:
                 reading = documents(skipped)
                 metadata["parts"][part] = _write_part(new / part, blocks, reading, tokenizer, metadata, progress)
+                progress.total = progress.n  # skipped documents never come
             for reason, count in skipped.counts.items():
                 total = metadata["skipped"].setdefault(reason, {"documents": 0, "first": skipped.first[reason]})
                 total["documents"] += count
