@@ -390,10 +390,12 @@ def estimate(config: Config, resources: Resources | None = None) -> Estimate:
     memory, host_bytes = run.memory(activations)
     if room is not None and sum(memory.values()) > room:
         most = max(memory, key=memory.get)
+        sizes = {"max_batch_size": micro_batch, "eval_batch_size": config.eval_batch_size}
+        smaller = ", ".join([*(name for name, size in sizes.items() if size > 1), "sequence_length"])
         raise ConfigError(
             f"--device-memory: a run needs {sum(memory.values()):,} bytes per device, {memory[most]:,} of them for "
             f"{most}, and may use {room:,} (padding_percentage {config.padding_percentage}). Set memory: auto, lower "
-            f"max_batch_size, eval_batch_size or sequence_length, or raise devices_per_node"
+            f"one of {smaller}, or raise devices_per_node"
         )
     batches = [min(run.known_batches())]
     while largest is not None and 2 * batches[-1] < largest:
