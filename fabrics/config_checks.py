@@ -82,8 +82,8 @@ def _method_problems(config: Config) -> list[str]:
         found.append(
             f"statistics_estimator: must be per_example with {name}, whose workers are not at the same parameters"
         )
-    if config.offload_outer_state and able.exchanges_gradients:
-        found.append(f"offload_outer_state: must be false with {name}, which changes this state in every inner step")
+    if config.offload_outer_state and (able.exchanges_gradients or able.reads_state_often):
+        found.append(f"offload_outer_state: must be false with {name}, which uses this state in many inner steps")
     if config.offload_moments and able.exchanges_gradients:
         found.append(f"offload_moments: must be false with {name}, whose workers have no moments of their own")
     if able.correction and inner_optimizer_name(config) != "sgd":

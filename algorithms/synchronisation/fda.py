@@ -48,7 +48,13 @@ class FDA(Method):
     max_inner_steps: int | None = None
 
     capabilities = Capabilities(
-        averages_copies=True, copies=("synchronised",), outer_keys=(), one_exchange=False, temporaries=1.0, shards=True
+        averages_copies=True,
+        copies=("synchronised",),
+        outer_keys=(),
+        one_exchange=False,
+        temporaries=1.0,
+        reads_state_often=True,
+        shards=True,
     )
     keeps = "replica"
 

@@ -66,6 +66,7 @@ class Capabilities:
         recipients: the number of workers that receive a message; None: all.
         temporaries: model-sized tensors that an exchange allocates besides the mean.
         temporaries_per_worker: the same, for each worker of the trainer.
+        reads_state_often: it reads the trainer's state more than once in a round, which cannot wait in host memory.
         shards: it is correct on a device's part of flat tensors (`devices_per_node`).
         problems: what is wrong with a number of inner steps per round, a number of workers and a model; None: unknown.
         bytes_per_round: sent by all workers in a round of one exchange, from their number, the bytes of a mean of all
@@ -90,6 +91,7 @@ class Capabilities:
     recipients: int | None = None
     temporaries: float = 0.0
     temporaries_per_worker: float = 0.0
+    reads_state_often: bool = False
     shards: bool = False
     problems: Callable[[int | None, int | None, Sequence[Block] | None], list[str]] = no_problems
     bytes_per_round: Callable[[int, float, float, Sequence[Block], torch.dtype], float] = bytes_of_a_mean

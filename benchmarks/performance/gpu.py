@@ -210,8 +210,10 @@ def measured(name: str, limit: float) -> dict:
     with subprocess.Popen(command, cwd=ROOT, start_new_session=True, **pipes) as process:
         try:
             output, errors = process.communicate(timeout=limit)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)  # with all its children
+        except BaseException as error:
+            os.killpg(process.pid, signal.SIGKILL)  # with all its children, which would keep the GPU
+            if not isinstance(error, subprocess.TimeoutExpired):
+                raise
             return {"problem": f"not done after {limit:.0f} s"}
     if process.returncode:
         return {"problem": " ".join(errors.strip().splitlines()[-1:]) or f"exit status {process.returncode}"}

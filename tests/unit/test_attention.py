@@ -15,6 +15,7 @@ from transformers import (
 )
 
 from algorithms.batch.losses import IGNORE_INDEX, example_losses
+from algorithms.batch.per_example import PerExampleProbe
 from algorithms.batch.switch_mode import ExecutionPlan
 from algorithms.schedule.limits import RoundSchedule
 from fabrics.data.examples import PackedSequences
@@ -138,7 +139,7 @@ def test_inner_steps_and_evaluation_read_no_values():
 
 @pytest.mark.parametrize("architecture", sorted(ARCHITECTURES))
 def test_right_padding_needs_no_mask_in_causal_attention(architecture):
-    """Losses and gradients of a padded batch are those with a mask over the padding, in every architecture."""
+    """Losses, gradients and statistics are those with a mask over the padding, in every architecture."""
     texts = padded([list(range(1, length)) for length in (3, 9, 14, 30)])
     model = language_model(architecture).double()
     batch = texts.batch(range(4), CPU)
@@ -147,10 +148,11 @@ def test_right_padding_needs_no_mask_in_causal_attention(architecture):
     for mask in ({}, {"attention_mask": (labels != IGNORE_INDEX).long()}):
         model.zero_grad()
         assert needs_no_mask(model, batch | mask) == (not mask)
-        with unmasked(model, batch | mask):
+        with unmasked(model, batch | mask), PerExampleProbe(model, 4) as probe:
             losses = example_losses(model(**batch, **mask).logits, labels)
             losses.mean().backward()
-        found.append((losses.detach(), *(parameter.grad.clone() for parameter in model.parameters())))
+        gradients = (parameter.grad.clone() for parameter in model.parameters())
+        found.append((losses.detach(), probe.squared_norms, *gradients))
     torch.testing.assert_close(found[0], found[1], rtol=1e-12, atol=1e-14)
 
 

@@ -237,6 +237,7 @@ SPEEDS = TOKENS | {"node_speeds": [1, 1, 0.5, 0.25]}
         (TOKENS | {"participants": 0.5, "communication_budget": 9}, ["participants"]),
         ({"message_loss": 0.1, "statistics_estimator": "across_workers"}, ["statistics_estimator"]),
         ({"distributed_algo": "Synchronous", "offload_outer_state": True}, ["offload_outer_state"]),
+        ({"distributed_algo": "FDA", "offload_outer_state": True}, ["offload_outer_state"]),
         ({"distributed_algo": "Synchronous", "offload_moments": True}, ["offload_moments"]),
         ({"distributed_algo": "NoLoCo", "communication_dtype": "int8"}, ["communication_dtype"]),
         (

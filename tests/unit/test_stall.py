@@ -78,3 +78,17 @@ def test_a_process_that_waits_for_one_that_has_ended_ends_with_its_reason(rank, 
         watch.close()
     assert reasons[0] == f"rank {1 - rank} ended: {why}"
     assert f"error: {reasons[0]}; --resume continues" in capsys.readouterr().err
+
+
+def test_a_first_round_without_progress_ends_as_well(monkeypatch, capsys):
+    statuses = queue.Queue()
+    monkeypatch.setattr(stall, "INTERVAL_SECONDS", 0.01)
+    monkeypatch.setattr(stall, "FIRST_ROUND_SECONDS", 0.1)
+    monkeypatch.setattr(stall, "os", SimpleNamespace(_exit=statuses.put))
+    watch = StallWatch(0, 2, EndedPeer(), lambda: None, lambda reason: None)
+    try:
+        assert statuses.get(timeout=60.0) == 1
+    finally:
+        watch.close()
+    places = "rank 0 is in inner step 1 of 2 of round 1; rank 1 is after its 2 inner steps of round 1"
+    assert f"no process has made progress for 0 s: {places}; --resume continues" in capsys.readouterr().err

@@ -3,8 +3,8 @@
 A dead process is noticed at once (`utils.distributed.peers`), a hung one is not: its connections stay open. The time
 limit of collectives ends such a run late, and does not name the place. Here a thread of every process publishes the
 process's progress and looks at that of all others. The limit adapts to the run, and a process that works between
-rounds, for instance on a checkpoint, counts as progress. The first round is not watched: it compiles and measures.
-Once a process has ended by itself, no progress for a short time is enough: on GPUs the others would wait for it.
+rounds, for instance on a checkpoint, counts as progress. The first round compiles, and has a longer limit. Once a
+process has ended by itself, no progress for a short time is enough: on GPUs the others would wait for it.
 
 The store is on another machine, which may vanish without closing its connections. Then the thread that looks waits for
 ever. So a second thread, which uses nothing but the clock, ends the process if the store has not answered for long.
@@ -28,6 +28,7 @@ INTERVAL_SECONDS = 1.0
 # The run ends without progress for this long, and for this many times the longest such time in earlier rounds; also
 # without an answer of the store for the former.
 SHORTEST_SECONDS = 120.0
+FIRST_ROUND_SECONDS = 600.0
 FACTOR = 10.0
 
 _BETWEEN_ROUNDS = "between rounds"
@@ -124,7 +125,7 @@ class StallWatch:
             left_reason = self._left_reason() if idle > GRACE_SECONDS else None
             if left_reason is not None:
                 self._end(left_reason)
-            elif self._rounds > 0 and idle > max(SHORTEST_SECONDS, FACTOR * longest):
+            elif idle > max(SHORTEST_SECONDS if self._rounds > 0 else FIRST_ROUND_SECONDS, FACTOR * longest):
                 places = "; ".join(f"rank {rank} is {where.split('|')[0]}" for rank, where in enumerate(positions))
                 self._end(f"no process has made progress for {idle:.0f} s: {places}")
 
