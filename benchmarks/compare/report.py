@@ -18,7 +18,7 @@ from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, MaxNLocator, NullFormatter, SymmetricalLogLocator
 
-from benchmarks.compare.results import TOLERANCE, Results, first_reached, mean_curve, used_until
+from benchmarks.compare.results import COARSE, TOLERANCE, Results, mean_curve, used_until
 from benchmarks.compare.spec import COMPARISONS
 from training_logs.showing.styles import literal, make_figure
 from utils.files import write_atomically, write_text_atomically
@@ -176,10 +176,15 @@ def target_table(results: Results) -> str:
     rows = []
     for name in results.methods:
         used = {axis: [used_until(run, axis, goal, results.sign) for run in results.runs[name]] for axis in axes}
-        reached = {axis: [amount for amount in found if amount is not None] for axis, found in used.items()}
-        cells = [_amount(found, axis) if found else "-" for axis, found in reached.items()]
+        reached = {axis: [between for between in found if between is not None] for axis, found in used.items()}
+        cells = [_between(found, axis) if found else "-" for axis, found in reached.items()]
         rows.append((name, f"{len(reached['tokens'])} of {len(results.seeds)}", *cells))
     return _table(("method", "runs that reach it", *axes.values()), rows)
+
+
+def _between(found: Sequence[tuple[float, float]], axis: str) -> str:
+    least, most = (_amount(amounts, axis) for amounts in zip(*found, strict=True))
+    return least if least == most else f"{least} to {most}"
 
 
 def _settings(results: Results) -> str:
@@ -237,30 +242,16 @@ def page(results: Results) -> str:
         parts += ["## Simulated time", seconds_table(results, networks)]
     if results.runs[reference]:
         parts += [f"## Usage until the {metric} is {target(results):.2f}, which every run of {reference} reaches"]
-        parts += [_evaluations(results), target_table(results)]
+        parts.append(
+            f"Interpolated between evaluations. A range: it is reached between two that are more than {COARSE:.0%} of "
+            f"the run apart."
+        )
+        parts.append(target_table(results))
     if results.raw["comparison"]["details"]:
         parts += ["## Details and limitations", worded(results, "details")]
     parts += ["## Origin", _origin(results)]
     parts += ["<details><summary>Settings</summary>", _settings(results), "</details>"]
     return "\n\n".join(parts) + "\n"
-
-
-def _evaluations(results: Results) -> str:
-    """Say that usage is interpolated, and for which methods between evaluations that are far apart."""
-    gaps = {}
-    for name in results.methods:
-        for run in results.runs[name]:
-            tokens = run["curves"]["tokens"]
-            index = first_reached(run, target(results), results.sign)
-            if index:
-                gap = (tokens[index] - tokens[index - 1]) / tokens[-1]
-                gaps[name] = max(gap, gaps.get(name, 0.0))
-    coarse = {name: gap for name, gap in gaps.items() if gap > 0.2}
-    line = "Values are interpolated between evaluations."
-    if coarse:
-        line += f" They are rough with evaluations that are up to {max(coarse.values()):.0%} of the run apart: "
-        line += "; ".join(coarse) + "."
-    return line
 
 
 def write_page(results: Results, folder: Path) -> Path:

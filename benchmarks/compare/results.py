@@ -17,6 +17,8 @@ from scipy import stats
 CONFIDENCE = 0.95
 # Usages that differ by at most this fraction count as equal.
 TOLERANCE = 0.1
+# Evaluations that are a larger share of a run's tokens apart do not tell where it has reached a metric.
+COARSE = 0.2
 
 
 def simulated_axis(hardware: str, network: str) -> str:
@@ -166,24 +168,26 @@ def _scaled(metric: Sequence[float], sign: int) -> np.ndarray:
     return np.log(metric) if sign > 0 else np.asarray(metric)
 
 
-def first_reached(run: Mapping[str, Any], target: float, sign: int) -> int | None:
-    """Return the number of the first evaluation, from 0, whose metric reaches the target; None if none does."""
-    reached = np.flatnonzero(sign * (np.asarray(run["curves"]["metric"]) - target) <= 0)
-    return int(reached[0]) if len(reached) else None
+def used_until(run: Mapping[str, Any], axis: str, target: float, sign: int = 1) -> tuple[float, float] | None:
+    """Return the least and the most that a run has used when its metric first reaches the target; None: never.
 
-
-def used_until(run: Mapping[str, Any], axis: str, target: float, sign: int = 1) -> float | None:
-    """Return what a run has used when its metric first reaches the target; None if it never does.
-
-    Between two evaluations the metric is interpolated linearly, or its logarithm if a smaller metric is better.
+    Between two evaluations the metric is interpolated linearly, or its logarithm if a smaller metric is better. So both
+    are equal, unless the evaluations are more than COARSE of the run's tokens apart.
     """
     xs = run["curves"][axis]
-    index = first_reached(run, target, sign)
-    if not index:
-        return None if index is None else xs[0]
-    before, after, goal = _scaled([*run["curves"]["metric"][index - 1 : index + 1], target], sign)
-    share = (before - goal) / (before - after)
-    return xs[index - 1] + share * (xs[index] - xs[index - 1])
+    tokens = run["curves"]["tokens"]
+    reached = np.flatnonzero(sign * (np.asarray(run["curves"]["metric"]) - target) <= 0)
+    if not len(reached):
+        return None
+    index = int(reached[0])
+    first = max(index - 1, 0)
+    if tokens[index] - tokens[first] > COARSE * tokens[-1]:
+        return xs[first], xs[index]
+    if index == 0:
+        return xs[0], xs[0]
+    before, after, goal = _scaled([*run["curves"]["metric"][first : index + 1], target], sign)
+    used = xs[first] + (before - goal) / (before - after) * (xs[index] - xs[first])
+    return used, used
 
 
 def mean_curve(

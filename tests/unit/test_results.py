@@ -5,6 +5,7 @@ import math
 
 import pytest
 
+from benchmarks.compare import results
 from benchmarks.compare.compare import carry_out
 from benchmarks.compare.report import caption, final_table, overview, page, target, target_table, verdict_table
 from benchmarks.compare.results import Results, mean_curve, paired_difference, same_data, used_until
@@ -27,13 +28,16 @@ def made_outcome(metric, tokens, method="a", seed=1):
     }  # fmt: skip
 
 
-def test_interpolation_of_a_curve_on_paper():
+def test_interpolation_of_a_curve_on_paper(monkeypatch):
     run = made_outcome([100.0, 25.0, 25.0, 20.0], [0, 10, 20, 30])
-    assert used_until(run, "tokens", 50.0) == pytest.approx(5.0)  # halfway between logarithms
-    assert used_until(run, "tokens", 25.0) == pytest.approx(10.0)
-    assert used_until(run, "tokens", 19.0) is None
     accuracy = made_outcome([0.25, 0.5, 0.8], [0, 10, 20])
-    assert used_until(accuracy, "tokens", 0.5, sign=-1) == pytest.approx(10.0)
+    assert used_until(run, "tokens", 50.0) == (0, 10)  # a third of the run
+    assert used_until(run, "tokens", 100.0) == (0, 0)
+    monkeypatch.setattr(results, "COARSE", 0.5)
+    assert used_until(run, "tokens", 50.0) == pytest.approx((5.0, 5.0))  # halfway between logarithms
+    assert used_until(run, "tokens", 25.0) == pytest.approx((10.0, 10.0))
+    assert used_until(run, "tokens", 19.0) is None
+    assert used_until(accuracy, "tokens", 0.5, sign=-1) == pytest.approx((10.0, 10.0))
     assert used_until(accuracy, "tokens", 0.9, sign=-1) is None
 
 
@@ -48,8 +52,7 @@ def test_the_mean_curve_ends_at_the_mean_usage():
 
 def test_an_accuracy_is_interpolated_as_it_is():
     runs = [made_outcome([0.0, 0.5], [0, 10]), made_outcome([0.0, 0.0], [0, 10])]
-    assert used_until(runs[0], "tokens", 0.25, sign=-1) == pytest.approx(5.0)
-    assert used_until(runs[1], "tokens", 0.0, sign=-1) == 0
+    assert used_until(runs[1], "tokens", 0.0, sign=-1) == (0, 0)
     _, mean, values = mean_curve(runs, "tokens", sign=-1, points=3)
     assert values.tolist() == [[0.0, 0.25, 0.5], [0.0, 0.0, 0.0]]
     assert mean.tolist() == [0.0, 0.125, 0.25]
@@ -162,9 +165,7 @@ def test_usage_until_the_target_that_every_run_of_the_reference_reaches():
     results = made_results()
     assert target(results) == 23.0
     rows = target_table(results).splitlines()
-    # Logarithms fall linearly from 100 to 0.9 * 21, 22 and 23 over 400 tokens.
-    tokens = [400 * math.log(100 / 23) / math.log(100 / (0.9 * end)) for end in (21, 22, 23)]
-    assert rows[-1].startswith(f"| d | 3 of 3 | {sum(tokens) / 3:,.0f} |")
+    assert rows[-1].startswith("| d | 3 of 3 | 0 to 400 | ")  # the only evaluations
     assert rows[-2].startswith("| c | 0 of 3 | - |")
 
 
