@@ -1,8 +1,10 @@
 """Limits and budgets of a run: examples, tokens, communications, bytes and seconds."""
 
+import dataclasses
 import math
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from algorithms.nodes.traffic import rounds_ahead
@@ -10,11 +12,16 @@ from cluster import Cluster
 from fabrics.training.method_config import exchange_sizes
 from fabrics.training.outer_round import OuterRound
 from tests.support.helpers import (
+    TINY_ARCHITECTURE,
     Recorder,
     bits,
     budget_settings,
     light_cluster,
+    make_config,
+    padded,
+    peek,
     resumed,
+    tiny_data,
 )
 from training_logs.recording.node_log import NodeLog
 from utils.checkpoint.checkpoint import newest_checkpoint
@@ -73,6 +80,20 @@ def test_a_limit_is_exceeded_by_less_than_one_inner_step(limit, examples):
     cluster = light_cluster(number_of_outer_steps=None, sampling_method="none", merge_frequency=99, **limit)
     cluster.train(Recorder())
     assert cluster.counters.examples == examples
+
+
+def test_sequences_of_different_lengths_end_a_run_at_the_step_that_reaches_the_token_limit():
+    lengths = np.random.default_rng(3).choice([2, 60], 96)
+    data = dataclasses.replace(tiny_data(), train=padded([[1] * length for length in lengths]))
+    config = make_config(
+        model_config=TINY_ARCHITECTURE, number_of_outer_steps=None, max_tokens=1700, INITIAL_BATCH_SIZE=1,
+        sampling_method="none", number_of_initial_trainers=1, nodes_per_gpu=1, **{H: 96},
+    )  # fmt: skip
+    cluster = Cluster(config, data)
+    order = peek(cluster.trainers[0].cursor, 0, 96)
+    cluster.train(Recorder())
+    steps = 1 + np.searchsorted(lengths[order].cumsum(), 1700)
+    assert (cluster.counters.outer_steps, cluster.counters.examples) == (1, steps)
 
 
 @pytest.mark.parametrize(

@@ -508,6 +508,9 @@ def test_the_example_fine_tunes_a_model_of_hugging_face(fine_tuning, tmp_path, l
     assert first["bytes"] == 2 * 2 * 4 * first["elements"]
     assert (first["elements"] < 12_000) == lora
     tuned = AutoModelForCausalLM.from_pretrained(tmp_path / "tuned")  # with the adapters, if peft has written them
-    ids = fine_tune.sequences(AutoTokenizer.from_pretrained(tmp_path / "tuned"), options.text, 32)[:32]
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "tuned")
+    with pytest.raises(ValueError, match="fewer than --length 1000000"):
+        fine_tune.sequences(tokenizer, options.text, 10**6)
+    ids = fine_tune.sequences(tokenizer, options.text, 32)[:32]
     with torch.no_grad():
         assert fine_tune.losses(tuned, ids).mean().item() == pytest.approx(first["after"], rel=1e-4)

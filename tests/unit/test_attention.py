@@ -109,6 +109,7 @@ def test_training_and_evaluation_have_the_bits_of_a_model_with_masks(dtype, monk
         loss = backward(working, examples, np.arange(3))
         with working.evaluating(working.parameters.detach().clone()):
             sums = begin_batches(working, examples, 4, [0, 1]).sums
+        assert not sums.requires_grad
         found.append((working.gradient, *(probe.squared_norms for probe in probes), loss, sums))
     assert all(map(torch.equal, *found))
 

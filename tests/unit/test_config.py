@@ -160,10 +160,12 @@ def test_all_problems_are_reported_at_once_one_line_each():
         "dataset": "python_doc",
         "inner_optimizer": "moun",
         "switch_mode": True,
+        "node_schedule": [],
+        "participants": 0,
     }
     unknown = {"learnig_rate_for_inner_opt": 1, "eta": 0.5, "seed": 1, "lr": 1, "adam_betas": 1}
-    found = problems(unknown | {"devices": ["tpu:0"]} | wrong, ["zzzz"])
-    others = ["zzzz", *unknown, "devices[0]"]
+    found = problems(unknown | {"devices": ["tpu:0"], "node_speeds": [1, 0]} | wrong, ["zzzz"])
+    others = ["zzzz", *unknown, "devices[0]", "node_speeds[1]"]
     assert sorted(keys_of(found)) == sorted([*others, *wrong])
     meant = {line.split(":")[0]: line[:-1].split("did you mean ")[1] for line in found if "did you mean" in line}
     assert meant == {
@@ -225,6 +227,7 @@ SPEEDS = TOKENS | {"node_speeds": [1, 1, 0.5, 0.25]}
         (SPEEDS | {"objective": "time", "number_of_initial_trainers": 1}, ["objective"]),
         (SPEEDS | {"objective": "time", "time_budget": 60}, ["number_of_initial_trainers"]),
         (SPEEDS | {"link": "fast"}, ["link"]),
+        (TOKENS | {"node_speeds": []}, ["node_speeds"]),
         (
             {"max_tokens": 9, "balance": "batch", "deterministic": True, "number_of_inner_steps_between_outers": 1},
             ["deterministic", "number_of_inner_steps_between_outers"],

@@ -9,6 +9,7 @@ import torch
 from algorithms.batch.per_example import step_estimate
 from fabrics.data.examples import PackedSequences
 from fabrics.models.initialisation import compile_mode
+from fabrics.pool.eval_tool import begin_batches
 from fabrics.training.flat_model import FlatModel
 from fabrics.training.inner_loop import backward, probed_backward
 from tests.support.helpers import (
@@ -83,8 +84,9 @@ def test_a_compiled_model_gives_the_same_gradients_and_statistics(monkeypatch):
         _, probe = probed_backward(working, examples, range(5))
         backward(working, examples, range(3))
         backward(working, examples, range(8))
+        begin_batches(working, examples, 4, [0, 1])
         found.append((first, step_estimate([probe]).variance))
-    assert ran == [2, 5, 3, 8]  # first of all for two examples, and not the pass with hooks
+    assert ran == [2, 5, 3, 8]  # first of all for two examples, and neither the pass with hooks nor evaluation
     assert len(graphs) == 1
     attention = torch.nn.functional.scaled_dot_product_attention
     (called,) = (node for node in graphs[0].graph.nodes if node.target is attention)
