@@ -369,7 +369,7 @@ def _assumptions(run: _Run, adapts: bool, ends: bool) -> Iterator[str]:
         yield "sending: overlaps with nothing, and every node has a link of its own"
         if run.nodes > 1:
             yield "sending: n nodes of a device or machine that share one link take up to n times as long"
-    if run.nodes > 1 and not run.method.capabilities.one_exchange:
+    if max(run.nodes, run.trainers) > 1 and not run.method.capabilities.one_exchange:
         yield (
             "communications and bytes: not estimated, as this is for methods with one exchange at the end of a round; "
             f"docs/methods.md says what {config.distributed_algo} sends"

@@ -106,10 +106,13 @@ def test_a_limit_of_tokens_ends_the_run():
     assert found.ranges["sent_bytes"] == (totals.bytes_communicated,) * 2
 
 
-def test_bytes_of_methods_without_a_fixed_round_are_not_known():
-    found = estimated(distributed_algo="StreamingDiLoCo", nodes_per_gpu=2, synchronisation={"fragments": 1})
+@pytest.mark.parametrize("several", ["nodes_per_gpu", "number_of_initial_trainers", None])
+def test_bytes_of_methods_without_a_fixed_round_are_not_known(several):
+    values = ALONE | ({several: 2} if several else {})
+    found = estimated(distributed_algo="StreamingDiLoCo", synchronisation={"fragments": 1}, **values)
     assert not found.ranges.keys() & {"communications", "sent_bytes"}
-    assert any("docs/methods.md says what StreamingDiLoCo sends" in line for line in found.assumptions)
+    said = any("docs/methods.md says what StreamingDiLoCo sends" in line for line in found.assumptions)
+    assert said == bool(several)
 
 
 # Seconds and memory on paper
