@@ -13,7 +13,7 @@ from tests.support import matrix, matrix_killed
 from tests.support.helpers import CPU, Recorder, train
 from trainers import Trainer
 from utils.config.schema import ConfigError
-from utils.distributed.reductions import Mean, Messages
+from utils.distributed.reductions import Mean, Messages, Workers
 
 pytestmark = pytest.mark.long
 
@@ -327,3 +327,8 @@ def test_a_run_that_is_resumed_after_a_worker_was_lost_has_the_same_bits(name):
         (report,) = train(each, 1, matrix.INNER_STEPS)
         assert report.left_out == 0
     assert_same_tensors(again, trainer)
+
+
+def test_one_process_keeps_messages_that_their_senders_overwrite():
+    came = matrix.delivered(Workers((0, 0, 0)), [()] * 3, absent=[1])
+    assert {worker: message.tolist() for worker, message in came.items()} == {0: [0, 0, 100], 2: [2, 20, 100]}
