@@ -504,6 +504,16 @@ def test_locodl_sends_values_alone_and_its_corrections_cancel():
         torch.testing.assert_close(sum(corrections) / workers, control, rtol=0, atol=1e-12)
 
 
+def test_locodl_settles_half_of_the_way_to_the_mean():
+    trainer = trainer_of(3, distributed_algo="LoCoDL", synchronisation={"probability": 1e-9, "density": 0.1})
+    train(trainer, 1)
+    mean = sum(worker.state["copy"] for worker in trainer.workers.values()) / 3
+    expected = torch.lerp(trainer.parameters, mean, 0.5)
+    trainer.worker_group._settle(some_end=True)
+    assert (trainer.parameters - mean).abs().max() > 1e-4
+    torch.testing.assert_close(trainer.parameters, expected, rtol=0, atol=1e-12)
+
+
 # Random draws
 
 

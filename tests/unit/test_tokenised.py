@@ -1,6 +1,7 @@
 """Tokenised documents on disk: content, interruption, damage, several programs at once."""
 
 import itertools
+import logging
 import os
 import resource
 import shutil
@@ -14,14 +15,17 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from configs.make_samples import write_shard
+from fabrics.config_checks import CHECKS
 from fabrics.data import token_store
 from fabrics.data.c4 import local_source
+from fabrics.data.dataset_loader import load_data
 from fabrics.data.documents import DatasetError, Document, Skipped, Source, document_hash, split
 from fabrics.data.python_docs import python_docs_source, python_documents
 from fabrics.data.token_store import Recipe, content_digest, encode, open_tokenised, tokenised
 from fabrics.data.tokenization import END_OF_TEXT, fingerprint, train_tokenizer, vocabulary_size
 from tests.support.helpers import without_privileges
 from tests.support.programs import LIMIT_SECONDS, wait_until
+from utils.config.reading import parse_config
 from utils.config.schema import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -323,3 +327,16 @@ def test_a_killed_program_is_continued_by_the_same_command(programs, tmp_path, t
     assert "c4_tokenized_path:" in again.stdout
     expected = split(local_source(str(tmp_path), "en"), 4500, None)[0](Skipped())
     assert train.hashes.tolist() == [document_hash(document.text) for document in expected]
+
+
+def test_the_log_names_the_tokenizer_that_was_asked_for(tokenizer_folder, tmp_path, caplog):
+    """Although the cached set was made with another folder, whose tokenizer is equal."""
+    (tmp_path / "text.txt").write_text("\n\n".join(python_documents()[:200]))
+    values = {"dataset": "text", "text_files": [str(tmp_path / "text.txt")], "text_documents": "blank_lines"}
+    values |= {"max_tokens": 1, "val_size": 20, "sequence_length": 16, "cache_dir": str(tmp_path / "cache")}
+    with caplog.at_level(logging.INFO):
+        for name in ("first", "second"):
+            folder = shutil.copytree(tokenizer_folder, tmp_path / name)
+            load_data(parse_config(values | {"tokenizer": str(folder)}, (), CHECKS)[0])
+            assert f"tokenizer {folder} (" in caplog.messages[-1], caplog.messages
+    assert len(list((tmp_path / "cache" / "tokenised").iterdir())) == 1
