@@ -43,6 +43,9 @@ _HIDDEN_VECTORS = {4: 11, 2: 16}
 _INTERMEDIATE_VECTORS = 4
 # Copies of the logits, in float32.
 _LOGITS = 3
+ACTIVATIONS = "activations and logits"
+# Begins the advice in the error for a device that is too small.
+ADVICE = "; what may help: "
 
 
 @dataclass(frozen=True)
@@ -206,7 +209,7 @@ class _Run:
             "sums of a round": in_round // size,
             "layers that are whole at a time": gathered,
             "copies of weights for autocast": processes * cast_bytes(config, module),
-            "activations and logits": activations,
+            ACTIVATIONS: activations,
         }
         return parts, host
 
@@ -380,6 +383,21 @@ def _assumptions(run: _Run, adapts: bool, ends: bool) -> Iterator[str]:
         yield "nodes: all work all the time at one speed, and no message is lost"
 
 
+def _too_large(config: Config, memory: dict[str, int], micro_batch: int, room: int) -> str:
+    """Return what does not fit, and the keys that may help, after ADVICE."""
+    most = max(memory, key=memory.get)
+    needed = sum(memory.values())
+    helpful = ["memory: auto", "a larger devices_per_node"]
+    if needed - memory[ACTIVATIONS] <= room:
+        sizes = {"max_batch_size": micro_batch, "eval_batch_size": config.eval_batch_size}
+        smaller = " and ".join([*(name for name, size in sizes.items() if size > 1), "sequence_length"])
+        helpful.append(f"a smaller {smaller}")
+    return (
+        f"--device-memory: a run needs {needed:,} bytes per device, {memory[most]:,} of them for {most}, and may use "
+        f"{room:,} (padding_percentage {config.padding_percentage}){ADVICE}{', '.join(helpful)}"
+    )
+
+
 def estimate(config: Config, resources: Resources | None = None) -> Estimate:
     """Estimate what a run needs; ConfigError: the run would refuse the configuration, or does not fit the memory."""
     resources = resources or Resources()
@@ -389,14 +407,7 @@ def estimate(config: Config, resources: Resources | None = None) -> Estimate:
     micro_batch, activations = run.micro_batch(largest, room)
     memory, host_bytes = run.memory(activations)
     if room is not None and sum(memory.values()) > room:
-        most = max(memory, key=memory.get)
-        sizes = {"max_batch_size": micro_batch, "eval_batch_size": config.eval_batch_size}
-        smaller = ", ".join([*(name for name, size in sizes.items() if size > 1), "sequence_length"])
-        raise ConfigError(
-            f"--device-memory: a run needs {sum(memory.values()):,} bytes per device, {memory[most]:,} of them for "
-            f"{most}, and may use {room:,} (padding_percentage {config.padding_percentage}). Set memory: auto, lower "
-            f"one of {smaller}, or raise devices_per_node"
-        )
+        raise ConfigError(_too_large(config, memory, micro_batch, room))
     batches = [min(run.known_batches())]
     while largest is not None and 2 * batches[-1] < largest:
         batches.append(2 * batches[-1])

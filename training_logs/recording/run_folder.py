@@ -110,7 +110,9 @@ def check_logs(config: Config, anew: bool) -> None:
         # make_run_folder renames the folder of an attempt, which has nothing but a lock before its report folder.
         begun = folder.is_dir() and os.listdir(folder) not in ([], [".lock"])
         if anew and (begun or folder.is_file()):
-            raise ConfigError(f"run_name: {folder} exists; choose another name, or continue it with --resume {folder}")
+            raise ConfigError(
+                f"run_name: {folder} exists; choose another name, remove it, or continue it with --resume {folder}"
+            )
         if folder.is_file() or (begun and not (folder / REPORT_FOLDER).exists()):
             raise ConfigError(f"run_name: {folder} is not the folder of a run; choose another name")
 
