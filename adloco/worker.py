@@ -769,8 +769,8 @@ def _check_layers(model: FlatModel) -> None:
 
 def _check_method(method: Any, name: str, optimizer: torch.optim.Optimizer, config: Config, workers: int) -> None:
     able = method.capabilities
-    if able.needs_speeds or able.fewer_steps:
-        raise ValueError(f"method: {name} needs the simulated speeds of `python run.py`")
+    if able.needs_speeds:
+        raise ValueError(f"method: {name} with these parameters needs the simulated speeds of `python run.py`")
     if able.correction or able.inner_optimizer is None:
         plain = type(optimizer) is torch.optim.SGD and not optimizer.defaults["momentum"]
         if not plain or len(optimizer.param_groups) > 1:

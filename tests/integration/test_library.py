@@ -52,6 +52,14 @@ CASES = {
         {"batch": ADAPTIVE, "method": "SparseLoCo", "parameters": {"density": 0.25}},
     ),
     "NoLoCo": ({"distributed_algo": "NoLoCo"}, {"batch": ADAPTIVE, "method": "NoLoCo"}),
+    "Decoupled": (
+        {"distributed_algo": "Decoupled", "synchronisation": {"fragments": 2, "steps": 2}},
+        {"batch": ADAPTIVE, "method": "Decoupled", "parameters": {"fragments": 2, "steps": 2}},
+    ),
+    "DelayedNesterov": (
+        {"distributed_algo": "DelayedNesterov", "synchronisation": {"steps": 3}},
+        {"batch": ADAPTIVE, "method": "DelayedNesterov", "parameters": {"steps": 3}},
+    ),
     "StreamingDiLoCo": (
         {"distributed_algo": "StreamingDiLoCo", "synchronisation": {"fragments": 2}},
         {"batch": ADAPTIVE, "method": "StreamingDiLoCo", "parameters": {"fragments": 2}},
@@ -390,7 +398,7 @@ def test_parameters_that_are_not_finite_end_the_run_and_are_never_sent():
         ({"batch": adloco.AdaptiveBatch(max_micro_batch=None)}, "max_micro_batch"),
         ({"batch": adloco.AdaptiveBatch("inner_product_test", sample=4)}, "sample"),
         ({"batch": adloco.AdaptiveBatch("inner_product_test", confidence=1.0)}, "confidence"),
-        ({"method": "Decoupled"}, "method"),
+        ({"method": "DelayedNesterov", "parameters": {"dynamic_steps": True}}, "method"),
         ({"method": "LoCoDL"}, "method"),
         ({"method": "DeMo"}, "method"),
     ],
