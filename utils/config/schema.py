@@ -172,7 +172,7 @@ class Devices(Section):
         "Processes that `python run.py` starts; auto: one for each GPU, or one per CPU core, at most one per node.",
     )
     cpu_threads: PositiveInt | None = key(
-        None, "PyTorch CPU threads in each process; null: the cores divided among the processes."
+        None, "PyTorch CPU threads in each process; null: the cores divided among the nodes."
     )
     collective_timeout_minutes: PositiveFloat = free_key(
         30.0,
