@@ -149,3 +149,17 @@ def test_a_part_that_fails_or_has_no_time_records_the_reason(monkeypatch, tmp_pa
     program.write_text("print('warming up'); print('{\"a\": 1}')")
     assert gpu.measured("eager", 60) == {"a": 1}
     assert gpu.measured("eager", 9) == {"problem": "no time was left"}
+
+
+def test_an_interrupt_ends_the_part_that_runs(monkeypatch):
+    """Otherwise it would keep the GPU."""
+    started = []
+
+    def interrupted(process, timeout):
+        started.append(process)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(gpu.subprocess.Popen, "communicate", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        gpu.measured("eager", 60.0)
+    assert started[0].returncode == -gpu.signal.SIGKILL
