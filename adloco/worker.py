@@ -8,7 +8,7 @@ import copy
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -397,10 +397,14 @@ class Worker:
         self._weight = None
         self._version = gradient._version
 
-    def step(self) -> None:
+    def step(self, closure: Callable[[], torch.Tensor] | None = None) -> None:
         """Make the inner step: clip the gradient and update the parameters; at a stop of the method, synchronise.
 
         The last step of a round ends with the batch test.
+
+        Args:
+            closure: for optimizers that compute the loss again (LBFGS): zeroes the gradients, computes the mean loss of
+                this step's examples and its gradient, which is not clipped, and returns the loss.
 
         Raises:
             RuntimeError: `micro_batches` was not read to its end.
@@ -412,7 +416,7 @@ class Worker:
             raise RuntimeError("step: read micro_batches to its end, and call backward for every micro-batch")
         self._rebind_gradients()
         if not self._method.capabilities.exchanges_gradients:
-            self._update()
+            self._update(closure)
         current.ready = False
         current.step += 1
         self.steps += 1
@@ -421,7 +425,7 @@ class Worker:
         if current.step == current.stops[-1]:
             self._conclude_round()
 
-    def _update(self) -> None:
+    def _update(self, closure: Callable[[], torch.Tensor] | None) -> None:
         gradient = self._model.gradient
         if self._scaler is not None:
             self._scaler.unscale_(self._optimizer)
@@ -429,12 +433,20 @@ class Worker:
         correction = self._method.capabilities.correction
         if correction is not None:
             gradient.add_(self._state[correction])
+        self._make_sparse()
+        arguments = {} if closure is None else {"closure": closure}
         if self._scaler is None:
-            self._optimizer.step()
+            self._optimizer.step(**arguments)
         else:
-            self._scaler.step(self._optimizer)
+            self._scaler.step(self._optimizer, **arguments)
             self._scaler.update()
         gradient.zero_()
+
+    def _make_sparse(self) -> None:
+        """Give an optimizer of sparse gradients the rows that are not zero."""
+        if isinstance(self._optimizer, torch.optim.SparseAdam):
+            for parameter, place in self._gradients.items():
+                parameter.grad = place.to_sparse(1)
 
     def _rebind_gradients(self) -> None:
         """Let the parameters' gradients be views of the flat one again, after a user's zero_grad has removed them."""
@@ -535,6 +547,7 @@ class Worker:
         model = self._model
         model.load(self._shared["parameters"])
         clip(model, model.gradient.copy_(gradient), self._config.gradient_clipping)
+        self._make_sparse()
         self._optimizer.step()
         self._shared["parameters"].copy_(model.parameters.data)
 
@@ -754,8 +767,6 @@ def _check_model(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         raise ValueError("model: trainable parameters must be real, not complex")
     if any(state.get("step", 1) for state in optimizer.state.values()):  # Adagrad's has step 0 when it is new
         raise ValueError("optimizer: must be new; load its state with Worker.load_state_dict")
-    if isinstance(optimizer, torch.optim.LBFGS | torch.optim.SparseAdam):
-        raise ValueError(f"optimizer: {type(optimizer).__name__} needs closures or sparse gradients; use another one")
     if problem := shared_state_problem(model):
         raise ValueError(f"model: {problem}")
 
@@ -777,5 +788,7 @@ def _check_method(method: Any, name: str, optimizer: torch.optim.Optimizer, conf
             raise ValueError(f"method: {name} needs torch.optim.SGD without momentum, with one group of parameters")
     if able.correction and config.gradient_clipping is not None:
         raise ValueError(f"method: {name} needs gradient_clipping=None")
+    if able.exchanges_gradients and isinstance(optimizer, torch.optim.LBFGS):
+        raise ValueError(f"method: {name} exchanges gradients, but LBFGS computes its own in a closure")
     if problems := able.problems(config.number_of_inner_steps_between_outers, workers, None):
         raise ValueError(f"method: {'; '.join(problems)}")

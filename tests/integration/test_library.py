@@ -22,6 +22,7 @@ from run import train
 from tests.support.blocks import ROOT
 from tests.support.library import (
     Regression,
+    Rows,
     begin_with_unlike_processes,
     leave_early,
     train_all_like_the_program,
@@ -211,6 +212,41 @@ def test_one_worker_is_plain_training(autocast):
     assert loop.optimizer.param_groups[0]["lr"] == pytest.approx(1e-2 * 0.9**6)
     for expected, found in zip(plain.model.parameters(), loop.model.parameters(), strict=True):
         assert torch.equal(expected, found)
+
+
+OPTIMIZERS = [getattr(torch.optim, name) for name in torch.optim.__all__ if name[0].isupper() and name != "Optimizer"]
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_every_optimizer_of_pytorch_trains_as_in_a_plain_loop(optimizer, tmp_path):
+    """Also from a state that was saved half-way."""
+    rows = torch.randint(0, 12, (40, 3), generator=torch.Generator().manual_seed(0))
+    plain, interrupted, resumed = (Rows(sparse=optimizer is torch.optim.SparseAdam) for _ in range(3))
+    plain_optimizer = optimizer(plain.parameters(), lr=0.01)
+
+    def closure_of(model, used, indices):
+        def closure():
+            used.zero_grad()
+            loss = model(rows[indices]).mean()
+            loss.backward()
+            return loss
+
+        return closure
+
+    saved = None
+    for model in (interrupted, resumed):
+        used = optimizer(model.parameters(), lr=0.01)
+        worker = adloco.Worker(model, used, batch=4, inner_steps=3, outer_learning_rate=1.0, outer_momentum=0.0)
+        if saved is not None:
+            worker.load_state_dict(torch.load(saved, weights_only=True))
+        for _ in range(3):
+            for indices in worker.micro_batches(40):
+                worker.backward(model(rows[indices]))
+            worker.step(closure_of(model, used, indices) if optimizer is torch.optim.LBFGS else None)
+            plain_optimizer.step(closure_of(plain, plain_optimizer, indices))
+        saved = tmp_path / "state.pt"
+        torch.save(worker.state_dict(), saved)
+    torch.testing.assert_close(plain.rows.weight, resumed.rows.weight, rtol=1e-9, atol=1e-9)
 
 
 def test_a_loss_scaler_changes_nothing_where_nothing_overflows():
@@ -417,8 +453,8 @@ def test_models_and_optimizers_that_cannot_be_used_are_refused():
     numbers = nn.Linear(2, 1, dtype=torch.complex64)
     with pytest.raises(ValueError, match=r"^model: trainable parameters must be real"):
         adloco.Worker(numbers, torch.optim.SGD(numbers.parameters(), lr=0.1))
-    with pytest.raises(ValueError, match=r"^optimizer: LBFGS needs closures"):
-        adloco.Worker(model[0], torch.optim.LBFGS(model[0].parameters()))
+    with pytest.raises(ValueError, match=r"^method: Synchronous exchanges gradients, but LBFGS"):
+        adloco.Worker(model[0], torch.optim.LBFGS(model[0].parameters()), method="Synchronous")
     with pytest.raises(ValueError, match=r"^model: must be the module inside DataParallel"):
         adloco.Worker(nn.DataParallel(model[0]), torch.optim.SGD(model[0].parameters(), lr=0.1))
     with pytest.raises(ValueError, match=r"^optimizer: must be a torch Optimizer, got 'AdamW'"):

@@ -78,6 +78,18 @@ def trained_regression(device: str, steps: int, **arguments) -> tuple[int, list[
     return loop.worker.requested_batch, [parameter.cpu() for parameter in parameters]
 
 
+class Rows(nn.Module):
+    """A matrix, which any optimizer can train, also one for matrices or for sparse gradients."""
+
+    def __init__(self, sparse: bool):
+        super().__init__()
+        torch.manual_seed(0)
+        self.rows = nn.Embedding(12, 4, sparse=sparse, dtype=torch.float64)
+
+    def forward(self, indices: torch.Tensor) -> torch.Tensor:
+        return (self.rows(indices) - 1).square().sum((1, 2))
+
+
 class Frozen(nn.Module):
     """A model with a frozen layer and a buffer."""
 
