@@ -160,7 +160,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     if mode == "offline":
-        print(f"in the run folder: {tracker.store}")
+        print(f"reported to {options.tracker}; local files are in {tracker.store}")
     return 0
 
 

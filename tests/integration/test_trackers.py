@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import shutil
 import sys
 import textwrap
@@ -23,7 +24,7 @@ from training_logs.showing.plots import plots_of
 from training_logs.showing.run_data import read_run
 from training_logs.trackers import tracker
 from training_logs.trackers.clearml import has_credentials, resolved_mode
-from training_logs.trackers.tracker import PACKAGES, Tracker, TrackerProcess
+from training_logs.trackers.tracker import PACKAGES, Tracker, TrackerProcess, tracker_of
 from utils.config.reading import parse_config
 from utils.config.schema import CLEARML_MODES, Config, ConfigError
 
@@ -273,6 +274,33 @@ def test_a_tracker_holds_the_round_log_value_by_value(programs, folder, tmp_path
     for outer_step in run.merges:
         assert f"merge after round {outer_step}: trainer " in words
     assert {key: str(found.config[key]) for key in run.config} == {key: str(value) for key, value in run.config.items()}
+
+
+def test_what_was_not_sent_stays_until_it_was(tmp_path):
+    sent = tracker_of("trackio", tmp_path, "offline", False)
+    sent.remember_run("7", "first server")
+    (sent.clear_store() / "part").write_text("of an attempt that failed")
+    assert (sent.known_run("first server"), sent.known_run()) == ("7", None)
+    assert [path.name for path in sent.clear_store().iterdir()] == ["run.json"]
+    assert tracker_of("trackio", tmp_path, "offline", True).known_run("first server") is None
+
+
+def test_a_run_that_is_sent_again_is_once_on_a_server_of_mlflow(programs, folder, tmp_path, monkeypatch):
+    """Also after an offline report, an attempt that failed, and after somebody deleted the run."""
+    mlflow = pytest.importorskip("mlflow")
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    server = (tmp_path / "server").as_uri()
+    client = mlflow.MlflowClient(server)
+    copy = shutil.copytree(folder, tmp_path / "run")
+    for address in (None, server, "http://127.0.0.1:9", server, None, server):
+        environment = os.environ | ({} if address is None else {"MLFLOW_TRACKING_URI": address})
+        status = 1 if address == "http://127.0.0.1:9" else 0
+        programs.run("-m", "training_logs.log_processor", copy, "--tracker", "mlflow", env=environment, status=status)
+        if address == server:
+            (run,) = client.search_runs([each.experiment_id for each in client.search_experiments()])
+    client.delete_run(run.info.run_id)
+    programs.run("-m", "training_logs.log_processor", copy, "--tracker", "mlflow", env=environment)
 
 
 def test_a_missing_package_is_named_before_training(monkeypatch, tmp_path, capsys):

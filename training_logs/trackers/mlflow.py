@@ -3,6 +3,7 @@
 `MLFLOW_ALLOW_FILE_STORE=true mlflow ui --backend-store-uri logs/<run>/mlflow` shows the files.
 """
 
+import contextlib
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,20 +16,21 @@ class MLflow(Tracker):
     """Reports to a run of MLflow. A run that is reported again takes the place of the one before."""
 
     def start(self, config: Mapping[str, Any]) -> None:
-        known = self.known_run()
-        self.clear_store()
         os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # MLflow prefers a database, for which it needs more
         import mlflow
 
-        uri = os.environ.get("MLFLOW_TRACKING_URI")
-        self._client = mlflow.MlflowClient(uri or self.store.as_uri())
-        if uri and known:
-            self._client.delete_run(known)
+        server = os.environ.get("MLFLOW_TRACKING_URI")
+        self._client = mlflow.MlflowClient(server or self.clear_store().as_uri())
         project = config.get("project_name") or "AdLoCo"
         experiment = self._client.get_experiment_by_name(project)
         number = experiment.experiment_id if experiment else self._client.create_experiment(project)
         self._run = self._client.create_run(number, run_name=self._folder.name).info.run_id
-        self.remember_run(self._run)
+        if server:
+            known = self.known_run(server)
+            self.remember_run(self._run, server)
+            if known:
+                with contextlib.suppress(mlflow.MlflowException):  # somebody has deleted it
+                    self._client.delete_run(known)
         for name, value in config.items():
             self._client.log_param(self._run, name, value)
         self._texts: list[str] = []

@@ -26,6 +26,8 @@ _ROOT = Path(__file__).resolve().parents[__name__.count(".")]
 _SEND_SECONDS = 120.0
 # Seconds that the end of a run waits for the last reports.
 WAIT_SECONDS = 30.0
+# The file of a store that keeps the id of the run.
+_RUN = "run.json"
 
 
 # Name of a tracker, which is also the name of its module here: the package that it imports.
@@ -70,25 +72,30 @@ class Tracker:
         self.store = self._folder / type(self).__module__.rpartition(".")[2]
 
     def clear_store(self) -> Path:
-        """Empty the store, except for the log of the reporting process, and return it."""
+        """Empty the store, except for the id of the run and the log of the reporting process, and return it."""
         self.store.mkdir(exist_ok=True)
         for path in self.store.iterdir():
             if path.is_dir():
                 shutil.rmtree(path)
-            elif path.suffix != ".log":
+            elif path.suffix != ".log" and path.name != _RUN:
                 path.unlink()
         return self.store
 
-    def known_run(self) -> str | None:
-        """Return the dashboard's id of the run from an earlier report; None: there is none, or a new one is wanted."""
-        remembered = self.store / "run.json"
+    def known_run(self, server: str | None = None) -> str | None:
+        """Return the id of the run that an earlier report made on this server.
+
+        None: there is no such run, or a new one is wanted.
+        """
+        remembered = self.store / _RUN
         if self._new or not remembered.exists():
             return None
-        return json.loads(remembered.read_text(encoding="utf-8"))["run"]
+        known = json.loads(remembered.read_text(encoding="utf-8"))
+        return known["run"] if known.get("server") == server else None
 
-    def remember_run(self, run: str) -> None:
+    def remember_run(self, run: str, server: str | None = None) -> None:
         """Keep the dashboard's id of the run for later reports."""
-        write_json_atomically(self.store / "run.json", {"run": run})
+        self.store.mkdir(exist_ok=True)
+        write_json_atomically(self.store / _RUN, {"run": run, "server": server})
 
     def start(self, config: Mapping[str, Any]) -> None:
         """Begin, or continue, with the configuration of the run."""

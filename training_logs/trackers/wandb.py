@@ -27,7 +27,7 @@ class WeightsAndBiases(Tracker):
             name=self._folder.name,
             id=known,
             resume="allow" if known else None,
-            dir=str(self.clear_store()),
+            dir=str(self.store if mode == "online" else self.clear_store()),
             mode=mode,
             config=dict(config),
             settings=wandb.Settings(console="off", disable_git=True, save_code=False, x_disable_stats=True),
