@@ -206,8 +206,11 @@ class Worker:
         _check_method(self._method, method, optimizer, self._config, self.workers)
         if probes_examples(self._config):
             _check_layers(self._model)
-        if scaler is not None and self._method.capabilities.exchanges_gradients:
+        exchanges_gradients = self._method.capabilities.exchanges_gradients
+        if scaler is not None and exchanges_gradients:
             raise ValueError(f"scaler: must be None with {method}, whose workers exchange gradients; use bfloat16")
+        if isinstance(optimizer, torch.optim.LBFGS) and (exchanges_gradients or scaler or batch.test != "none"):
+            raise ValueError("optimizer: LBFGS needs a method that exchanges parameters, no scaler and no batch test")
         self._control = batch_control(self._config)
         self._values: dict[str, float] = {}
         self._cursor: DataCursor | None = None
@@ -403,17 +406,18 @@ class Worker:
         The last step of a round ends with the batch test.
 
         Args:
-            closure: for optimizers that compute the loss again (LBFGS): zeroes the gradients, computes the mean loss of
-                this step's examples and its gradient, which is not clipped, and returns the loss.
+            closure: for LBFGS alone, which computes the loss again: returns the mean loss of this step's examples, [].
 
         Raises:
-            RuntimeError: `micro_batches` was not read to its end.
+            RuntimeError: `micro_batches` was not read to its end, or a closure is missing.
             FloatingPointError: this worker's parameters are not finite; nothing of them was sent.
             PeerLostError: another process has died.
         """
         current = self._round
         if current is None or not current.ready:
             raise RuntimeError("step: read micro_batches to its end, and call backward for every micro-batch")
+        if (closure is not None) != isinstance(self._optimizer, torch.optim.LBFGS):
+            raise RuntimeError("step: LBFGS needs a closure, and no other optimizer takes one")
         self._rebind_gradients()
         if not self._method.capabilities.exchanges_gradients:
             self._update(closure)
@@ -434,13 +438,24 @@ class Worker:
         if correction is not None:
             gradient.add_(self._state[correction])
         self._make_sparse()
-        arguments = {} if closure is None else {"closure": closure}
-        if self._scaler is None:
-            self._optimizer.step(**arguments)
+        if closure is not None:
+            self._optimizer.step(partial(self._loss_again, closure))
+        elif self._scaler is None:
+            self._optimizer.step()
         else:
-            self._scaler.step(self._optimizer, **arguments)
+            self._scaler.step(self._optimizer)
             self._scaler.update()
         gradient.zero_()
+
+    def _loss_again(self, closure: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Compute the loss and the gradient of the inner step at the parameters that the optimizer tries."""
+        gradient = self._model.gradient
+        gradient.zero_()
+        loss = closure()
+        self._rebind_gradients()
+        loss.backward()
+        clip(self._model, gradient, self._config.gradient_clipping)
+        return loss
 
     def _make_sparse(self) -> None:
         """Give an optimizer of sparse gradients the rows that are not zero."""
@@ -767,6 +782,8 @@ def _check_model(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         raise ValueError("model: trainable parameters must be real, not complex")
     if any(state.get("step", 1) for state in optimizer.state.values()):  # Adagrad's has step 0 when it is new
         raise ValueError("optimizer: must be new; load its state with Worker.load_state_dict")
+    if isinstance(optimizer, torch.optim.SparseAdam) and any(parameter.dim() < 2 for parameter in trainable):
+        raise ValueError("optimizer: SparseAdam needs parameters with rows, such as those of embeddings")
     if problem := shared_state_problem(model):
         raise ValueError(f"model: {problem}")
 
@@ -788,7 +805,5 @@ def _check_method(method: Any, name: str, optimizer: torch.optim.Optimizer, conf
             raise ValueError(f"method: {name} needs torch.optim.SGD without momentum, with one group of parameters")
     if able.correction and config.gradient_clipping is not None:
         raise ValueError(f"method: {name} needs gradient_clipping=None")
-    if able.exchanges_gradients and isinstance(optimizer, torch.optim.LBFGS):
-        raise ValueError(f"method: {name} exchanges gradients, but LBFGS computes its own in a closure")
     if problems := able.problems(config.number_of_inner_steps_between_outers, workers, None):
         raise ValueError(f"method: {'; '.join(problems)}")

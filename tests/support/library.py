@@ -79,15 +79,15 @@ def trained_regression(device: str, steps: int, **arguments) -> tuple[int, list[
 
 
 class Rows(nn.Module):
-    """A matrix, which any optimizer can train, also one for matrices or for sparse gradients."""
+    """Two matrices, which any optimizer can train, also one for matrices or for sparse gradients."""
 
     def __init__(self, sparse: bool):
         super().__init__()
         torch.manual_seed(0)
-        self.rows = nn.Embedding(12, 4, sparse=sparse, dtype=torch.float64)
+        self.first, self.second = (nn.Embedding(12, 4, sparse=sparse, dtype=torch.float64) for _ in range(2))
 
     def forward(self, indices: torch.Tensor) -> torch.Tensor:
-        return (self.rows(indices) - 1).square().sum((1, 2))
+        return (self.first(indices) - 2 * self.second(indices) - 1).square().sum((1, 2))
 
 
 class Frozen(nn.Module):
