@@ -148,8 +148,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         epilog="examples:\n"
         "  python run.py                                       train with config.yaml\n"
         "  python run.py ETA=0.5 model_config.hidden_size=128  change two of its values\n"
-        "  python run.py --resume logs/<run>                   continue an interrupted run\n"
-        "  torchrun --nnodes=2 --nproc_per_node=8 run.py       on two machines with 8 GPUs each",
+        "  python run.py --resume logs/<run>                   resume an interrupted run\n"
+        "  torchrun --nnodes=2 --nproc_per_node=8 run.py       two machines of 8 GPUs",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="values that replace those of the file")
