@@ -95,7 +95,7 @@ def task_data(config: Config, documents: TokenisedSet) -> TaskData:
     passes = (config.max_tokens or 0) / (len(data.train) * length)
     if passes > _USEFUL_PASSES:
         logger.info(
-            "max_tokens: %s are %.0f passes over the training data; if validation gets worse, lower it or add data",
+            "max_tokens: %s are %.1f passes over the training data; if validation gets worse, lower it or add data",
             f"{config.max_tokens:,}",
             passes,
         )

@@ -36,6 +36,7 @@ from fabrics.training.optimizers import inner_optimizer_of
 from fabrics.training.statistics import batch_schedule, probes_examples
 from fabrics.training.worker import personal_tensors
 from utils.config.schema import Config, ConfigError
+from utils.text import byte_size
 
 # Vectors that autograd keeps per layer and token: of the hidden size, by bytes per element, and of the intermediate
 # size. Measured on Llama, where the estimate is within 20%; attention keeps no scores.
@@ -393,8 +394,8 @@ def _too_large(config: Config, memory: dict[str, int], micro_batch: int, room: i
         smaller = " and ".join([*(name for name, size in sizes.items() if size > 1), "sequence_length"])
         helpful.append(f"a smaller {smaller}")
     return (
-        f"--device-memory: a run needs {needed:,} bytes per device, {memory[most]:,} of them for {most}, and may use "
-        f"{room:,} (padding_percentage {config.padding_percentage}){ADVICE}{', '.join(helpful)}"
+        f"--device-memory: a run needs {byte_size(needed)} per device, {byte_size(memory[most])} of them for {most}, "
+        f"and may use {byte_size(room)} (padding_percentage {config.padding_percentage}){ADVICE}{', '.join(helpful)}"
     )
 
 

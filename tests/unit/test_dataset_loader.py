@@ -52,7 +52,7 @@ def test_an_evaluation_reads_a_bounded_number_of_sequences(make, monkeypatch):
     assert first == same
 
 
-MANY = "max_tokens: {} are 5 passes over the training data; if validation gets worse, lower it or add data"
+MANY = "max_tokens: {} are 5.0 passes over the training data; if validation gets worse, lower it or add data"
 
 
 @pytest.mark.parametrize(("passes", "lines"), [(4, []), (5, [MANY])])
