@@ -109,22 +109,36 @@ def caption(results: Results) -> str:
 
 
 def verdict_table(results: Results) -> str:
-    """Return whether each method is better or worse than the reference at equal usage."""
+    """Return whether each method is better or worse than its reference at equal usage."""
     times = {axis: f"time, {name}" for axis, name in results.seconds.items()}
     columns = _verdict_columns(results, times)
-    if len(columns) > _MOST_VERDICTS:
+    if len(columns) > _MOST_VERDICTS - _several_references(results):
         columns = _verdict_columns(results, {axis: times[axis] for axis in _extreme_networks(results)})
-    others = [method for method in results.methods if method != results.reference]
-    return _table(["method", *map("<br>".join, columns.values())], zip(others, *columns, strict=True))
+    others = _compared(results)
+    heads = ["method", *map("<br>".join, columns.values())]
+    rows = [list(row) for row in zip(others, *columns, strict=True)]
+    if _several_references(results):
+        heads.insert(1, "reference")
+        for row in rows:
+            row.insert(1, results.references[row[0]])
+    return _table(heads, rows)
+
+
+def _compared(results: Results) -> list[str]:
+    return [method for method, reference in results.references.items() if method != reference]
+
+
+def _several_references(results: Results) -> bool:
+    return len(set(results.references.values())) > 1
 
 
 def _verdict_columns(results: Results, times: Mapping[str, str]) -> dict[tuple[str, ...], list[str]]:
     """Return the labels of each column of verdicts; axes with the same verdicts share a column."""
     columns: dict[tuple[str, ...], list[str]] = {}
     for axis, label in (USAGE | times).items():
-        verdicts = [results.verdict(method, axis) for method in results.methods if method != results.reference]
-        amount = _amount(results.ends(results.reference, axis), axis)
-        columns.setdefault(tuple(verdicts), []).append(f"{label}: {amount}")
+        verdicts = [results.verdict(method, axis) for method in _compared(results)]
+        amount = "" if _several_references(results) else f": {_amount(results.ends(results.reference, axis), axis)}"
+        columns.setdefault(tuple(verdicts), []).append(f"{label}{amount}")
     return columns
 
 
@@ -136,13 +150,13 @@ def final_table(results: Results) -> str:
         if not runs:
             rows.append([results.labelled(name), *[""] * 6])
             continue
-        difference = "" if name == results.reference else str(results.difference(name) or "not comparable")
-        first = statistics.fmean(run["first_batch"] for run in runs)
-        last = statistics.fmean(run["last_batch"] for run in runs)
+        difference = str(results.difference(name) or "not comparable") if name in _compared(results) else ""
+        batches = [f"{statistics.fmean(run[key] for run in runs):.0f}" for key in ("first_batch", "last_batch")]
         usage = [_amount(results.ends(name, axis), axis) for axis in (length, "communications", "bytes_communicated")]
         metric = _spread(results.finals(name).values())
-        rows.append((results.labelled(name), metric, difference, f"{first:.0f} to {last:.0f}", *usage))
-    columns = ("method", results.raw["metric"]["name"], f"difference from {results.reference}", "examples per step")
+        rows.append((results.labelled(name), metric, difference, " to ".join(dict.fromkeys(batches)), *usage))
+    reference = "the reference" if _several_references(results) else results.reference
+    columns = ("method", results.raw["metric"]["name"], f"difference from {reference}", "examples per step")
     return _table((*columns, length.replace("_", " "), "communications", "bytes"), rows)
 
 
@@ -162,23 +176,33 @@ def seconds_table(results: Results, axes: Mapping[str, str]) -> str:
     return _table(("method", *axes.values()), rows)
 
 
-def target(results: Results) -> float:
-    """Return the metric that every run of the reference reaches."""
-    finals = [run["curves"]["metric"][-1] for run in results.runs[results.reference]]
+def _clocks(results: Results) -> str:
+    """Return in words how long a pass takes on each device."""
+    return " ".join(
+        f"On {device['name']} a pass over b examples takes {1e3 * device['t_min']:.2f} ms, or b times "
+        f"{1e3 * device['t_example']:.2f} ms if that is more."
+        for device in results.raw["comparison"]["hardware"]
+    )
+
+
+def target(results: Results, reference: str) -> float:
+    """Return the metric that every run of a reference reaches."""
+    finals = [run["curves"]["metric"][-1] for run in results.runs[reference]]
     return max(finals, key=lambda metric: results.sign * metric)
 
 
 def target_table(results: Results) -> str:
-    """Return what every method has used when it reaches the metric that every run of the reference reaches."""
+    """Return what every method has used when it reaches the metric that every run of its reference reaches."""
     axes = {"tokens": "tokens", "inner_steps": "inner steps", "communications": "communications"}
     axes |= _extreme_networks(results)
-    goal = target(results)
     rows = []
     for name in results.methods:
+        goal = target(results, results.references[name])
         used = {axis: [used_until(run, axis, goal, results.sign) for run in results.runs[name]] for axis in axes}
         reached = {axis: [between for between in found if between is not None] for axis, found in used.items()}
         cells = [_between(found, axis) if found else "-" for axis, found in reached.items()]
-        rows.append((name, f"{len(reached['tokens'])} of {len(results.seeds)}", *cells))
+        reach = f"{len(reached['tokens'])} of {len(results.seeds)}"
+        rows.append((name, f"{reach}: {goal:.2f}" if _several_references(results) else reach, *cells))
     return _table(("method", "runs that reach it", *axes.values()), rows)
 
 
@@ -206,7 +230,8 @@ def _origin(results: Results) -> str:
     text = [f"Made by `python benchmarks/compare/compare.py {results.raw['file']}` with commit {commits}"]
     if "+" in commits:
         text.append(" (+ marks a working tree with changes that were not committed)")
-    text.append(f" on {machines}; {', '.join(sorted(versions))}. Seeds {', '.join(map(str, results.seeds))}.")
+    seeds = f"{'Seeds' if len(results.seeds) > 1 else 'Seed'} {', '.join(map(str, results.seeds))}"
+    text.append(f" on {machines}; {', '.join(sorted(versions))}. {seeds}.")
     if any(run["completed"] and "data" not in run for run in outcomes):
         text.append(" Some outcomes were recorded without a digest of their data.")
     made: dict[str, dict[str, None]] = {}
@@ -231,17 +256,18 @@ def page(results: Results) -> str:
         published = results.raw["file"].startswith("benchmarks/comparisons/")
         one_seed = "" if len(results.seeds) > 1 else " With one seed a verdict is only the sign of a difference."
         meaning = "[meaning](../comparing.md#what-the-numbers-mean)" if published else "meaning: docs/comparing.md"
-        parts += [
-            f"## Verdicts against {reference}",
-            f"At equal usage; the head of a column has that of {reference}. Runs are compared at their ends "
-            f"({meaning}).{one_seed}",
-            verdict_table(results),
-        ]
+        if _several_references(results):
+            parts += ["## Verdicts", f"Each method against its reference, at equal usage ({meaning}).{one_seed}"]
+        else:
+            parts.append(f"## Verdicts against {reference}")
+            parts.append(f"At equal usage, that of {reference} in the head of each column ({meaning}).{one_seed}")
+        parts.append(verdict_table(results))
     parts += [f"![Ends]({name}_ends.png)", "## End of the runs", final_table(results)]
     if networks:
-        parts += ["## Simulated time", seconds_table(results, networks)]
+        parts += ["## Simulated time", _clocks(results), seconds_table(results, networks)]
     if results.runs[reference]:
-        parts += [f"## Usage until the {metric} is {target(results):.2f}, which every run of {reference} reaches"]
+        goal = f"is {target(results, reference):.2f}, which every run of {reference} reaches"
+        parts += [f"## Usage until the {metric} {'of the reference' if _several_references(results) else goal}"]
         parts.append(
             f"Interpolated between evaluations. A range: it is reached between two that are more than {COARSE:.0%} of "
             f"the run apart."

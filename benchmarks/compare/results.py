@@ -96,6 +96,13 @@ class Results:
         return self.raw["comparison"]["reference"]
 
     @property
+    def references(self) -> dict[str, str]:
+        """The method with which each method is compared; a reference is compared with itself."""
+        methods = self.raw["comparison"]["methods"]
+        found = {method["name"]: method.get("reference") or self.reference for method in methods}
+        return {name: name if name in found.values() else reference for name, reference in found.items()}
+
+    @property
     def sign(self) -> int:
         """1 if a smaller metric is better, else -1."""
         return -1 if self.raw["metric"]["higher_is_better"] else 1
@@ -137,13 +144,14 @@ class Results:
         return [run["curves"][axis][-1] for run in self.runs[method]]
 
     def difference(self, method: str) -> Difference | None:
-        """Return the difference from the reference; None if a seed of one of the two stopped or had other data."""
-        if self.stopped(method) or self.stopped(self.reference):
+        """Return the difference from the method's reference; None if a seed of either stopped or had other data."""
+        reference = self.references[method]
+        if self.stopped(method) or self.stopped(reference):
             return None
-        theirs = {run["seed"]: run for run in self.runs[self.reference]}
+        theirs = {run["seed"]: run for run in self.runs[reference]}
         if not all(same_data(run, theirs[run["seed"]]) for run in self.runs[method]):
             return None
-        return paired_difference(self.finals(method), self.finals(self.reference), self.sign > 0)
+        return paired_difference(self.finals(method), self.finals(reference), self.sign > 0)
 
     def verdict(self, method: str, axis: str) -> str:
         """Return the verdict on a method at equal usage.
@@ -155,7 +163,7 @@ class Results:
             return "not comparable: stopped or other data"
         verdict = difference.verdict
         used = statistics.fmean(self.ends(method, axis))
-        limit = statistics.fmean(self.ends(self.reference, axis))
+        limit = statistics.fmean(self.ends(self.references[method], axis))
         if used < (1.0 - TOLERANCE) * limit and verdict == "worse":
             return "not comparable: ended earlier"
         if used > (1.0 + TOLERANCE) * limit and verdict == "better":

@@ -36,6 +36,7 @@ class MethodSpec(Part):
 
     name: str
     overrides: dict[str, Any] = Field({})
+    reference: str | None = None
 
 
 class ComparisonSpec(Part):
@@ -120,8 +121,9 @@ def load_spec(path: Path) -> ComparisonSpec:
         for value in dict.fromkeys(values)
         if values.count(value) > 1
     ]
-    if spec.reference not in names:
-        problems.append(f"reference: must be one of the methods, got {spec.reference!r}")
+    for reference in dict.fromkeys([spec.reference, *(method.reference or spec.reference for method in spec.methods)]):
+        if reference not in names:
+            problems.append(f"reference: must be one of the methods, got {reference!r}")
     if bool(spec.hardware) != bool(spec.networks):
         problems.append("hardware, networks: give both or neither")
     for method in spec.methods if not problems else ():

@@ -141,7 +141,7 @@ def test_page_has_setting_caption_verdicts_and_origin():
     assert "| examples per step | tokens | communications | bytes |" in text
     assert "| method | tokens: 200<br>communications: 20<br>bytes: 10.0 kB |" in text
     assert f"| b | not significant |\n| c | {EARLIER} |\n| d | {MORE} |" in text
-    assert "| c | 24.20 ± 1.10 | +10.0% (+10.0 to +10.0) | 1 to 1 | 100 | 10 | 5.0 kB |" in text
+    assert "| c | 24.20 ± 1.10 | +10.0% (+10.0 to +10.0) | 1 | 100 | 10 | 5.0 kB |" in text
     assert "compare.py /elsewhere/made.yaml` with commit c0ffee+ (+ marks" in text
     assert "a: {balance: null}" in text
     assert "Simulated time" not in text
@@ -163,7 +163,7 @@ def test_answer_can_name_the_mean_of_a_method():
 
 def test_usage_until_the_target_that_every_run_of_the_reference_reaches():
     results = made_results()
-    assert target(results) == 23.0
+    assert target(results, "a") == 23.0
     rows = target_table(results).splitlines()
     assert rows[-1].startswith("| d | 3 of 3 | 0 to 400 | ")  # the only evaluations
     assert rows[-2].startswith("| c | 0 of 3 | - |")
@@ -187,6 +187,18 @@ def test_stopped_seed_takes_away_the_verdict():
     stop(results, "a", 2)
     results = Results(results.raw)
     assert results.difference("c") is None
+
+
+def test_a_method_may_have_a_reference_of_its_own():
+    results = made_results()
+    results.raw["comparison"]["methods"][3]["reference"] = "c"
+    assert results.references == {"a": "a", "b": "a", "c": "c", "d": "c"}
+    assert str(results.difference("d")) == "-18.2% (-18.2 to -18.2)"
+    assert results.verdict("d", "tokens") == MORE
+    text = page(results)
+    assert "| d | c | not comparable: used more |" in text
+    assert "| c | 24.20 ± 1.10 |  | 1 | 100 | 10 | 5.0 kB |" in text
+    assert "| d | 3 of 3: 25.30 |" in text
 
 
 def test_one_seed_has_no_interval():
