@@ -4,6 +4,7 @@ utils/config/schema.py has the checks that need nothing but the keys.
 """
 
 import dataclasses
+import json
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -248,7 +249,9 @@ def _without_effect(config: Config) -> dict[str, str]:
 # Keys that the published configurations do not give, although results depend on them.
 _LEFT_OPEN = (
     "sequence_length",
+    "identical_initialisation",
     "inner_optimizer",
+    "inner_optimizer_config",
     "outer_momentum",
     "weight_decay",
     "gradient_clipping",
@@ -262,7 +265,10 @@ _LEFT_OPEN = (
 def left_open(given: Collection[str], config: Config) -> list[str]:
     """Return a line with the defaults that a published configuration with these keys takes from this project."""
     idle = _without_effect(config)
-    used = dataclasses.replace(config, inner_optimizer=inner_optimizer_name(config))  # null: the method's own
+    optimizer = inner_optimizer_name(config)  # null: the method's own
+    parameters = {} if optimizer is None else dataclasses.asdict(INNER_OPTIMIZERS[optimizer]())
+    used = dataclasses.replace(config, inner_optimizer=optimizer, inner_optimizer_config=parameters)
+    idle |= {} if parameters else {"inner_optimizer_config": "none"}
     keys = [key for key in _LEFT_OPEN if key not in given and key not in idle]
     values = ", ".join(f"{key} {_shown(getattr(used, key))}" for key in keys)
     return [f"published configuration: it does not give {values}: defaults of this project"] if keys else []
@@ -283,7 +289,7 @@ def _warnings(config: Config) -> list[str]:
 def _shown(value: Any) -> str:
     if value is None:
         return "null"
-    return str(value).lower() if isinstance(value, bool) else value
+    return json.dumps(value) if isinstance(value, bool | dict) else value
 
 
 CHECKS = Checks(

@@ -100,6 +100,7 @@ def test_published_configurations_run_as_the_papers_say(name, cache_dir):
     assert "gradient_clipping 1.0" in left_open
     assert f"inner_optimizer {'adamw' if config.distributed_algo == 'DiLoCo' else 'sgd'}," in left_open
     assert ("merge_frequency 2" in left_open) == (name == "published_readme.yaml")
+    assert ('inner_optimizer_config {"betas": [0.9, 0.99]}' in left_open) == (config.distributed_algo == "DiLoCo")
     cluster = Cluster(config, load_data(config))
     cluster.train(Recorder())
     assert cluster.counters.outer_steps == 3

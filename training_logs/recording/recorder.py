@@ -271,8 +271,7 @@ class RunRecorder(Observer):
             return
         logger.info(round_log.end_line(summary))
         if len(run.nodes) > 1:
-            joins = None if self.config.objective == "time" else self.config.smallest_worker_batch
-            logger.info(round_log.nodes_line(summary, joins))
+            logger.info(round_log.nodes_line(summary, self.config))
         if summary["budget"]:
             logger.info("budget: %s", budget_used(summary["budget"]))
         if models:
