@@ -10,7 +10,7 @@ import argparse
 import csv
 import dataclasses
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -209,6 +209,9 @@ def analyse(config: AnalysisConfig) -> Path:
     parameters = {"eta": eta, "vartheta": training.vartheta, "nu": training.nu}
     requested = requests(statistics, config.batch_size, parameters)
 
+    own_test = training.sampling_method + (", debias" if training.debias else "")
+    last = None if model_folder is None else last_request(model_folder)
+
     summary = {
         "model": name,
         "model_type": training.model_type,
@@ -222,13 +225,15 @@ def analyse(config: AnalysisConfig) -> Path:
         "inner_product_variance": statistics.inner_product_variance,
         "noise_scale": statistics.variance / statistics.squared_norm if statistics.squared_norm > 0 else None,
         "batch_size": config.batch_size,
+        "test": own_test,
+        "request_of_run": last,
         "deviation": {"mean": deviations.mean(), "standard_deviation": deviations.std()},
         "config": dataclasses.asdict(config),
     }
     batch_rows = [(number, batch.deviation, batch.norm, batch.cosine) for number, batch in enumerate(batches)]
     tables = {
         "batches": [("batch", "deviation", "norm", "cosine"), *batch_rows],
-        "requests": [("test", "parameter", "request"), *requested],
+        "requests": [("test", "factor", "parameter", "request"), *requested],
     }
     output = Path(config.output_dir)
     try:
@@ -240,19 +245,13 @@ def analyse(config: AnalysisConfig) -> Path:
     except OSError as error:
         raise ConfigError(f"output_dir: cannot write {error.filename or output}: {error.strerror}") from None
     _print_findings(summary)
-    own_test = training.sampling_method + (", debias" if training.debias else "")
-    last = None if model_folder is None else last_request(model_folder)
-    _print_requests(requested, config.batch_size, parameters, own_test, last)
+    _print_requests(requested, config.batch_size, own_test, last)
     print(f"results: {output}")
     return output
 
 
 def _print_requests(
-    requested: Sequence[tuple[str, float, int]],
-    batch: int,
-    parameters: Mapping[str, float],
-    own_test: str,
-    last: int | None,
+    requested: Sequence[tuple[str, float, float, int]], batch: int, own_test: str, last: int | None
 ) -> None:
     """Print the requests at the configuration's own parameters, mark its own test, and print the run's own request."""
     symbols = {
@@ -262,8 +261,8 @@ def _print_requests(
         "orthogonality, debias": "nu",
     }
     print(f"requests for this sample and a batch of {batch}, with the parameters of the configuration:")
-    for test, value, request in requested:
-        if value == parameters[symbols[test]]:
+    for test, factor, value, request in requested:
+        if factor == 1.0:
             mark = ", the test of the configuration" if test == own_test else ""
             print(f"  {test}, {symbols[test]} {value:g}: {counted(request, 'example')}{mark}")
     if own_test.startswith("none"):

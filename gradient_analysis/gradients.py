@@ -134,8 +134,8 @@ def requests(statistics: GradientStatistics, batch: int, parameters: Mapping[str
         batch: batch size of the plain norm test; also returned by tests without an answer.
 
     Returns:
-        (test, parameter, request in examples). The inner product tests are debiased; "orthogonality" is the second part
-        of the augmented inner product test.
+        (test, factor, parameter, request in examples). The inner product tests are debiased; "orthogonality" is the
+        second part of the augmented inner product test.
     """
     rows = []
     for factor in (0.125, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0):
@@ -149,10 +149,10 @@ def requests(statistics: GradientStatistics, batch: int, parameters: Mapping[str
         augmented = BatchTestParameters(theta=1e9, nu=nu, debias=True)
         orthogonality = augmented_inner_product_test(statistics, augmented, batch)
         rows += [
-            ("norm_test", eta, plain or batch),
-            ("norm_test, debias", eta, debiased or batch),
-            ("inner_product_test, debias", theta, inner or batch),
-            ("orthogonality, debias", nu, orthogonality or batch),
+            ("norm_test", factor, eta, plain or batch),
+            ("norm_test, debias", factor, eta, debiased or batch),
+            ("inner_product_test, debias", factor, theta, inner or batch),
+            ("orthogonality, debias", factor, nu, orthogonality or batch),
         ]
     return rows
 

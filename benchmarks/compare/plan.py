@@ -100,10 +100,12 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser("python -m benchmarks.compare.plan", description=__doc__.splitlines()[0])
     parser.add_argument("--nodes", type=int, required=True, help="equal nodes")
     parser.add_argument("--speed", type=float, required=True, help="examples per second of a node")
-    parser.add_argument("--link", required=True, help="of a node, such as 10Mb/s,1ms")
+    parser.add_argument("--link", required=True, help="link of a node, such as 10Mb/s,1ms")
     parser.add_argument("--seconds", type=float, required=True, help="time of the run")
-    parser.add_argument("--parameters", type=int, default=125_248, help="of the model (default: the demo's)")
-    parser.add_argument("--noise-scale", type=float, default=NOISE_SCALE, help="of the gradient, in examples")
+    parser.add_argument("--parameters", type=int, default=125_248, help="size of the model (default: the demo's)")
+    parser.add_argument(
+        "--noise-scale", type=float, default=NOISE_SCALE, help="of the gradient, in examples"
+    )
     options = parser.parse_args(arguments)
     try:
         link = Link.parse(options.link)
