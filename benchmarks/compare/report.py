@@ -197,6 +197,9 @@ def target_table(results: Results) -> str:
     axes |= _extreme_networks(results)
     rows = []
     for name in results.methods:
+        if not results.runs[results.references[name]]:
+            rows.append((name, "the reference stopped", *["-"] * len(axes)))
+            continue
         goal = target(results, results.references[name])
         used = {axis: [used_until(run, axis, goal, results.sign) for run in results.runs[name]] for axis in axes}
         reached = {axis: [between for between in found if between is not None] for axis, found in used.items()}
@@ -252,7 +255,7 @@ def page(results: Results) -> str:
         f"A curve ends with a marker. The wide grey curve is {reference}. "
         f"With at most twelve methods, bands show the range of seeds.{_left_out(results)}"
     )
-    if results.runs[reference]:
+    if _several_references(results) or results.runs[reference]:
         published = results.raw["file"].startswith("benchmarks/comparisons/")
         one_seed = "" if len(results.seeds) > 1 else " With one seed a verdict is only the sign of a difference."
         meaning = "[meaning](../comparing.md#what-the-numbers-mean)" if published else "meaning: docs/comparing.md"
@@ -265,9 +268,11 @@ def page(results: Results) -> str:
     parts += [f"![Ends]({name}_ends.png)", "## End of the runs", final_table(results)]
     if networks:
         parts += ["## Simulated time", _clocks(results), seconds_table(results, networks)]
-    if results.runs[reference]:
-        goal = f"is {target(results, reference):.2f}, which every run of {reference} reaches"
-        parts += [f"## Usage until the {metric} {'of the reference' if _several_references(results) else goal}"]
+    if _several_references(results) or results.runs[reference]:
+        goal = "of the reference"
+        if not _several_references(results):
+            goal = f"is {target(results, reference):.2f}, which every run of {reference} reaches"
+        parts.append(f"## Usage until the {metric} {goal}")
         parts.append(
             f"Interpolated between evaluations. A range: it is reached between two that are more than {COARSE:.0%} of "
             f"the run apart."

@@ -121,9 +121,13 @@ def load_spec(path: Path) -> ComparisonSpec:
         for value in dict.fromkeys(values)
         if values.count(value) > 1
     ]
-    for reference in dict.fromkeys([spec.reference, *(method.reference or spec.reference for method in spec.methods)]):
+    references = dict.fromkeys([spec.reference, *(method.reference or spec.reference for method in spec.methods)])
+    for reference in references:
         if reference not in names:
             problems.append(f"reference: must be one of the methods, got {reference!r}")
+    for method in spec.methods:
+        if method.name in references and method.reference not in (None, method.name):
+            problems.append(f"{method.name}: other methods are compared with it, so it has no reference of its own")
     if bool(spec.hardware) != bool(spec.networks):
         problems.append("hardware, networks: give both or neither")
     for method in spec.methods if not problems else ():

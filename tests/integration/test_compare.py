@@ -42,6 +42,8 @@ def test_documented_example_is_a_valid_comparison(tmp_path):
     ("values", "problem"),
     [
         ({"reference": "SGD"}, "reference: must be one of the methods, got 'SGD'"),
+        ({"methods": [{"name": "AdLoCo"}, {"name": "a", "reference": "SGD"}]}, "must be one of the methods, got 'SGD'"),
+        ({"methods": [{"name": "AdLoCo", "reference": "a"}, {"name": "a"}]}, "AdLoCo: other methods are compared with"),
         ({"sedes": [1]}, "sedes: unknown key; did you mean seeds?"),
         ({"networks": []}, "hardware, networks: give both or neither"),
         ({"methods": [{"name": "AdLoCo", "overrides": {"ETTA": 1}}]}, "AdLoCo: ETTA: unknown key"),

@@ -201,6 +201,18 @@ def test_a_method_may_have_a_reference_of_its_own():
     assert "| d | 3 of 3: 25.30 |" in text
 
 
+@pytest.mark.parametrize("stopped", ["a", "c"])
+def test_one_of_several_references_may_have_stopped(stopped):
+    results = made_results()
+    results.raw["comparison"]["methods"][3]["reference"] = "c"
+    for outcome in results.raw["outcomes"]:
+        outcome["completed"] = outcome["method"] != stopped
+    text = page(results)
+    assert f"| {'b' if stopped == 'a' else 'd'} | {stopped} | not comparable: stopped or other data |" in text
+    assert f"| {'b' if stopped == 'a' else 'd'} | the reference stopped | - |" in text
+    assert f"| {'d | 3 of 3: 25.30' if stopped == 'a' else 'b | 2 of 3: 23.00'} |" in text
+
+
 def test_one_seed_has_no_interval():
     results = made_results(seeds=1)
     assert "| c | 23.10 | +10.0% |" in final_table(results)
