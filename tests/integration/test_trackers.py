@@ -281,6 +281,9 @@ def test_what_was_not_sent_stays_until_it_was(tmp_path):
     sent.remember_run("7", "first server")
     (sent.clear_store() / "part").write_text("of an attempt that failed")
     assert (sent.known_run("first server"), sent.known_run()) == ("7", None)
+    sent.remember_run("8", "postgresql://user:password@second/server")
+    assert (sent.known_run("first server"), sent.known_run("second server")) == ("7", None)
+    assert "password" not in (sent.store / "run.json").read_text()
     assert [path.name for path in sent.clear_store().iterdir()] == ["run.json"]
     assert tracker_of("trackio", tmp_path, "offline", True).known_run("first server") is None
 
@@ -291,16 +294,18 @@ def test_a_run_that_is_sent_again_is_once_on_a_server_of_mlflow(programs, folder
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     server = (tmp_path / "server").as_uri()
+    other = (tmp_path / "other").as_uri()
     client = mlflow.MlflowClient(server)
     copy = shutil.copytree(folder, tmp_path / "run")
-    for address in (None, server, "http://127.0.0.1:9", server, None, server):
+    for address in (None, server, "http://127.0.0.1:9", server, None, other, server):
         environment = os.environ | ({} if address is None else {"MLFLOW_TRACKING_URI": address})
         status = 1 if address == "http://127.0.0.1:9" else 0
         programs.run("-m", "training_logs.log_processor", copy, "--tracker", "mlflow", env=environment, status=status)
         if address == server:
             (run,) = client.search_runs([each.experiment_id for each in client.search_experiments()])
-    client.delete_run(run.info.run_id)
+    shutil.rmtree(tmp_path / "server" / run.info.experiment_id / run.info.run_id)  # as `mlflow gc` does
     programs.run("-m", "training_logs.log_processor", copy, "--tracker", "mlflow", env=environment)
+    assert len(client.search_runs([each.experiment_id for each in client.search_experiments()])) == 1
 
 
 def test_a_missing_package_is_named_before_training(monkeypatch, tmp_path, capsys):

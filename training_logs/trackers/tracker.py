@@ -5,6 +5,7 @@ own, while the run trains or afterwards, and tells the tracker what it finds. So
 and whatever did not arrive can be sent again from the folder.
 """
 
+import hashlib
 import importlib
 import importlib.util
 import json
@@ -26,7 +27,7 @@ _ROOT = Path(__file__).resolve().parents[__name__.count(".")]
 _SEND_SECONDS = 120.0
 # Seconds that the end of a run waits for the last reports.
 WAIT_SECONDS = 30.0
-# The file of a store that keeps the id of the run.
+# The file of a store that keeps the run's id on each server.
 _RUN = "run.json"
 
 
@@ -72,7 +73,7 @@ class Tracker:
         self.store = self._folder / type(self).__module__.rpartition(".")[2]
 
     def clear_store(self) -> Path:
-        """Empty the store, except for the id of the run and the log of the reporting process, and return it."""
+        """Empty the store, except for the ids of the run and the log of the reporting process, and return it."""
         self.store.mkdir(exist_ok=True)
         for path in self.store.iterdir():
             if path.is_dir():
@@ -89,13 +90,14 @@ class Tracker:
         remembered = self.store / _RUN
         if self._new or not remembered.exists():
             return None
-        known = json.loads(remembered.read_text(encoding="utf-8"))
-        return known["run"] if known.get("server") == server else None
+        return json.loads(remembered.read_text(encoding="utf-8")).get(_key(server))
 
     def remember_run(self, run: str, server: str | None = None) -> None:
-        """Keep the dashboard's id of the run for later reports."""
+        """Keep the dashboard's id of the run for later reports to this server."""
         self.store.mkdir(exist_ok=True)
-        write_json_atomically(self.store / _RUN, {"run": run, "server": server})
+        path = self.store / _RUN
+        known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        write_json_atomically(path, known | {_key(server): run})
 
     def start(self, config: Mapping[str, Any]) -> None:
         """Begin, or continue, with the configuration of the run."""
@@ -114,6 +116,11 @@ class Tracker:
 
     def finish(self, status: str) -> None:
         """Wait until everything has arrived; status: completed, interrupted or failed."""
+
+
+def _key(server: str | None) -> str:
+    """Return the name of a server in a file that others may read; an address may hold a password."""
+    return "run" if server is None else hashlib.sha256(server.encode()).hexdigest()[:16]
 
 
 class TrackerProcess:
