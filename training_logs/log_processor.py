@@ -142,9 +142,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("run", type=path_argument, metavar="RUN_DIR")
     parser.add_argument("--tracker", choices=PACKAGES, default="clearml", help="default: %(default)s")
-    parser.add_argument(
-        "--mode", choices=CLEARML_MODES[:3], default="auto", help="of ClearML (default: %(default)s)"
-    )
+    parser.add_argument("--mode", choices=CLEARML_MODES[:3], default="auto", help="of ClearML (default: %(default)s)")
     parser.add_argument("--new", action="store_true", help="send to a new task, although the folder has one")
     parser.add_argument("--follow", action="store_true", help="follow a run that trains, until standard input ends")
     options = parser.parse_args(arguments)

@@ -103,9 +103,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--link", required=True, help="link of a node, such as 10Mb/s,1ms")
     parser.add_argument("--seconds", type=float, required=True, help="time of the run")
     parser.add_argument("--parameters", type=int, default=125_248, help="size of the model (default: the demo's)")
-    parser.add_argument(
-        "--noise-scale", type=float, default=NOISE_SCALE, help="of the gradient, in examples"
-    )
+    parser.add_argument("--noise-scale", type=float, default=NOISE_SCALE, help="of the gradient, in examples")
     options = parser.parse_args(arguments)
     try:
         link = Link.parse(options.link)
