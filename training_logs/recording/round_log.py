@@ -224,10 +224,11 @@ def nodes_line(summary: Mapping, config: Config) -> str:
 def _why_alone(config: Config) -> str:
     if config.objective == "time":
         return ", as objective: time chose"
-    if config.smallest_worker_batch is not None:
-        joins = f": a second one joins at a batch of {2 * config.smallest_worker_batch} (smallest_worker_batch)"
+    joins = 2 * (config.smallest_worker_batch or 0)
+    if joins > config.INITIAL_BATCH_SIZE:  # requests never shrink
         fixed = config.sampling_method == "none" and config.batch_schedule is None
-        return f"{joins}, but the batch stays at {config.INITIAL_BATCH_SIZE}" if fixed else joins
+        stays = f", but the batch stays at {config.INITIAL_BATCH_SIZE}" if fixed else ""
+        return f": a second one joins at a batch of {joins} (smallest_worker_batch){stays}"
     return ", by node_schedule" if config.node_schedule else ", by participants" if config.participants < 1.0 else ""
 
 
