@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import re
 import signal
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -234,10 +235,15 @@ def test_every_optimizer_of_pytorch_trains_as_in_a_plain_loop(optimizer, tmp_pat
             torch.nn.utils.clip_grad_norm_(plain.parameters(), limit)
         return loss
 
+    def loss_again(model, trained, examples):
+        trained.zero_grad()
+        return model(data[examples]).mean()
+
     for model in (interrupted, resumed):
+        trained = optimizer(model.parameters(), lr=0.01)
         worker = adloco.Worker(
             model,
-            optimizer(model.parameters(), lr=0.01),
+            trained,
             inner_steps=3,
             outer_learning_rate=1.0,
             outer_momentum=0.0,
@@ -252,13 +258,28 @@ def test_every_optimizer_of_pytorch_trains_as_in_a_plain_loop(optimizer, tmp_pat
                 examples.extend(indices)
                 worker.backward(model(data[indices]))
             if optimizer is torch.optim.LBFGS:
-                worker.step(lambda model=model, examples=examples: model(data[examples]).mean())
+                worker.step(partial(loss_again, model, trained, examples))
             else:
                 worker.step()
             plain_optimizer.step(closure)
         torch.save(worker.state_dict(), tmp_path / "state.pt")
     for expected, found in zip(plain.parameters(), resumed.parameters(), strict=True):
         torch.testing.assert_close(expected, found, rtol=1e-9, atol=1e-9)
+
+
+def test_sparse_adam_makes_the_same_step_with_an_exchanged_gradient():
+    trained = []
+    for method in ("DiLoCo", "Synchronous"):
+        model = Rows(sparse=True)
+        optimizer = torch.optim.SparseAdam(model.parameters(), lr=0.01)
+        worker = adloco.Worker(model, optimizer, method=method, outer_learning_rate=1.0, outer_momentum=0.0, batch=6)
+        for step in range(20):
+            for indices in worker.micro_batches(40):
+                worker.backward(model(torch.tensor(indices)[:, None] % 5 + step % 3))
+            worker.step()
+        trained.append(model)
+    for expected, found in zip(*(model.parameters() for model in trained), strict=True):
+        torch.testing.assert_close(expected, found, rtol=1e-12, atol=1e-12)
 
 
 def test_a_loss_scaler_changes_nothing_where_nothing_overflows():
