@@ -234,6 +234,8 @@ def _without_effect(config: Config) -> dict[str, str]:
             reasons[key] = " and ".join(f"{other} {_shown(getattr(config, other))}" for other in others)
     if config.tokenizer is not None or is_pretrained(config.model_config):
         reasons["vocab_size"] = "a tokenizer that is not trained here"
+    if is_pretrained(config.model_config):
+        reasons["identical_initialisation"] = "a pretrained model"
     method = f"distributed_algo {config.distributed_algo}"
     reasons |= dict.fromkeys(set(OUTER_KEYS) - set(method_of(config).capabilities.outer_keys), method)
     optimizer = inner_optimizer_name(config)

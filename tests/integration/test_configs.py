@@ -101,10 +101,25 @@ def test_published_configurations_run_as_the_papers_say(name, cache_dir):
     assert f"inner_optimizer {'adamw' if config.distributed_algo == 'DiLoCo' else 'sgd'}," in left_open
     assert ("merge_frequency 2" in left_open) == (name == "published_readme.yaml")
     assert ('inner_optimizer_config {"betas": [0.9, 0.99]}' in left_open) == (config.distributed_algo == "DiLoCo")
+    assert ("inner_optimizer_config" in left_open) == (config.distributed_algo == "DiLoCo")
+    assert "identical_initialisation true" in left_open
     cluster = Cluster(config, load_data(config))
     cluster.train(Recorder())
     assert cluster.counters.outer_steps == 3
     assert cluster.merges == 1
+
+
+def test_a_configuration_of_ones_own_is_not_called_published():
+    own = {"sampling_method": "augmented_inner_product_test", "ETA": 0.8, "vartheta": 0.9, "nu": 5.84}
+    assert load_config(own | {"max_tokens": 1000}, (), CHECKS)[1] == []
+    (line,) = load_config({"lr_inner": 1e-3, "log_file": "log", "max_tokens": 1000}, (), CHECKS)[1]
+    assert line.startswith("log_file: has no effect")
+
+
+def test_a_pretrained_model_leaves_no_initialisation_open():
+    _, warnings = load_config(ROOT / "configs" / "published_config.yaml", (), CHECKS)
+    (left_open,) = (line for line in warnings if line.startswith("published configuration"))
+    assert "identical_initialisation" not in left_open
 
 
 @pytest.mark.parametrize(
