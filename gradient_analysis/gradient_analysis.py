@@ -209,7 +209,9 @@ def analyse(config: AnalysisConfig) -> Path:
     parameters = {"eta": eta, "vartheta": training.vartheta, "nu": training.nu}
     requested = requests(statistics, config.batch_size, parameters)
 
-    own_test = training.sampling_method + (", debias" if training.debias else "")
+    own_test = training.sampling_method
+    if training.debias and own_test != "none":
+        own_test += ", debias"
     last = None if model_folder is None else last_request(model_folder)
 
     summary = {
@@ -265,7 +267,7 @@ def _print_requests(
         if factor == 1.0:
             mark = ", the test of the configuration" if test == own_test else ""
             print(f"  {test}, {symbols[test]} {value:g}: {counted(request, 'example')}{mark}")
-    if own_test.startswith("none"):
+    if own_test == "none":
         print("the configuration has no batch test (sampling_method: none): its batch is fixed")
     elif last is not None:
         print(f"the run itself requests {last:,} at its end: docs/gradient_analysis.md says why the two differ")

@@ -239,6 +239,7 @@ def test_the_script_writes_figures_tables_and_a_summary(analysed):
     own = f"{requested['norm_test, debias', 1.4]:,} examples, the test of the configuration"
     assert f"  norm_test, debias, eta 1.4: {own}\n" in printed
     last = {row["trainer_id"]: row["next_requested_batch"] for row in rows_of(report / "training_log.csv")}
+    assert (summary["test"], str(summary["request_of_run"])) == ("norm_test, debias", last[best.split("_")[-1]])
     assert f"the run itself requests {last[best.split('_')[-1]]} at its end" in printed
 
 
@@ -248,7 +249,7 @@ def test_bert_is_analysed(tmp_path, cache_dir, monkeypatch, capsys):
     config = tmp_path / "config.yaml"
     config.write_text(
         f"{{dataset: imdb, imdb_local_path: {tmp_path / 'aclImdb'}, model_type: bert, sequence_length: 16, "
-        f"vocab_size: 400, number_of_outer_steps: 1, sampling_method: none, "
+        f"vocab_size: 400, number_of_outer_steps: 1, sampling_method: none, debias: true, "
         f"model_config: {{preset: demo, num_hidden_layers: 1}}}}"
     )
     output = analyse(
@@ -261,6 +262,7 @@ def test_bert_is_analysed(tmp_path, cache_dir, monkeypatch, capsys):
     )
     summary = json.loads((output / "gradient_analysis.json").read_text())
     assert summary["model"] == "untrained"
+    assert (summary["test"], summary["request_of_run"]) == ("none", None)
     assert summary["loss"] == pytest.approx(math.log(2), rel=0.1)
     assert "the configuration has no batch test (sampling_method: none)" in capsys.readouterr().out
 
