@@ -201,7 +201,7 @@ def parse_config(raw: Mapping, overrides: Sequence[str] = (), checks: Checks | N
             problems += check(config)
         if not problems:
             warnings += checks.warnings(config)
-            if raw.keys() >= {"ETA", "vartheta", "nu"} and raw.keys() & IGNORED:  # so are both published ones
+            if raw.keys() >= {"ETA", "vartheta", "nu"} and raw.keys() & IGNORED:  # as in both published files
                 warnings += checks.left_open(values.keys(), config)
     if problems:
         raise ConfigError(problems)
