@@ -45,8 +45,8 @@ _INTERMEDIATE_VECTORS = 4
 # Copies of the logits, in float32.
 _LOGITS = 3
 ACTIVATIONS = "activations and logits"
-# Begins the advice in the error for a device that is too small.
-ADVICE = "; what may help: "
+# The first advice for a device that is too small; with memory: auto it has been taken.
+MEMORY_ADVICE = "memory: auto"
 
 
 @dataclass(frozen=True)
@@ -385,17 +385,18 @@ def _assumptions(run: _Run, adapts: bool, ends: bool) -> Iterator[str]:
 
 
 def _too_large(config: Config, memory: dict[str, int], micro_batch: int, room: int) -> str:
-    """Return what does not fit, and the keys that may help, after ADVICE."""
+    """Return what does not fit, and the keys that may help."""
     most = max(memory, key=memory.get)
     needed = sum(memory.values())
-    helpful = ["memory: auto", "a larger devices_per_node"]
+    helpful = [MEMORY_ADVICE, "a larger devices_per_node"]
     if needed - memory[ACTIVATIONS] <= room:
         sizes = {"max_batch_size": micro_batch, "eval_batch_size": config.eval_batch_size}
         smaller = " and ".join([*(name for name, size in sizes.items() if size > 1), "sequence_length"])
         helpful.append(f"a smaller {smaller}")
     return (
         f"--device-memory: a run needs {byte_size(needed)} per device, {byte_size(memory[most])} of them for {most}, "
-        f"and may use {byte_size(room)} (padding_percentage {config.padding_percentage}){ADVICE}{', '.join(helpful)}"
+        f"and may use {byte_size(room)} (padding_percentage {config.padding_percentage}); what may help: "
+        + ", ".join(helpful)
     )
 
 

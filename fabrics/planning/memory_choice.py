@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from fabrics.config_checks import CHECKS
-from fabrics.planning.estimate import ADVICE, Resources, estimate
+from fabrics.planning.estimate import MEMORY_ADVICE, Resources, estimate
 from utils.config.schema import Config, ConfigError
 from utils.text import byte_size
 
@@ -84,9 +84,8 @@ def with_chosen_memory(config: Config, devices: int | None, memory: int, on_gpus
         too_large = [refusal for refusal in refusals if refusal.startswith("--device-memory")]
         if not too_large:  # the configuration itself is refused
             raise ConfigError(refusals[0])
-        raise ConfigError(
-            f"memory: nothing that auto may turn on makes the run fit; {too_large[-1].partition(ADVICE)[0]}"
-        )
+        others = too_large[-1].replace(f"{MEMORY_ADVICE}, ", "")
+        raise ConfigError(f"memory: nothing that auto may turn on makes the run fit; {others}")
     step_examples = -(-config.INITIAL_BATCH_SIZE // found.ranges["workers"][0])
     round_tokens = step_examples * config.sequence_length * config.number_of_inner_steps_between_outers
     chosen = cheapest(tuple(options), config.sequence_length, round_tokens)
