@@ -74,7 +74,7 @@ def test_keys_that_are_set_stay_so_and_too_little_memory_is_refused():
     assert line == "memory: auto chooses no other keys; of 1.0 TB a device, estimated for micro-batches of 4"
     off = make_config(**ALONE, memory="auto", activation_checkpointing=False, loss_chunk_tokens=False)
     for config, memory in ((auto, 10**4), (off, needed(loss_chunk_tokens=256))):
-        problem = "nothing that auto may turn on makes the run fit; .* run needs .*; what may help: a larger devices_per"
+        problem = "nothing that auto may turn on makes the run fit; .* run needs .*; what may help: a larger"
         with pytest.raises(ConfigError, match=f"memory: {problem}"):
             with_chosen_memory(config, 1, memory, on_gpus=False)
     refused = make_config(**ALONE | {"memory": "auto", "model_config": {"preset": "demo", "num_attention_heads": 7}})
