@@ -112,32 +112,24 @@ def verdict_table(results: Results) -> str:
     """Return whether each method is better or worse than its reference at equal usage."""
     times = {axis: f"time, {name}" for axis, name in results.seconds.items()}
     columns = _verdict_columns(results, times)
-    if len(columns) > _MOST_VERDICTS - _several_references(results):
+    if len(columns) > _MOST_VERDICTS - results.several_references:
         columns = _verdict_columns(results, {axis: times[axis] for axis in _extreme_networks(results)})
-    others = _compared(results)
+    others = results.compared
     heads = ["method", *map("<br>".join, columns.values())]
     rows = [list(row) for row in zip(others, *columns, strict=True)]
-    if _several_references(results):
+    if results.several_references:
         heads.insert(1, "reference")
         for row in rows:
             row.insert(1, results.references[row[0]])
     return _table(heads, rows)
 
 
-def _compared(results: Results) -> list[str]:
-    return [method for method, reference in results.references.items() if method != reference]
-
-
-def _several_references(results: Results) -> bool:
-    return len(set(results.references.values())) > 1
-
-
 def _verdict_columns(results: Results, times: Mapping[str, str]) -> dict[tuple[str, ...], list[str]]:
     """Return the labels of each column of verdicts; axes with the same verdicts share a column."""
     columns: dict[tuple[str, ...], list[str]] = {}
     for axis, label in (USAGE | times).items():
-        verdicts = [results.verdict(method, axis) for method in _compared(results)]
-        amount = "" if _several_references(results) else f": {_amount(results.ends(results.reference, axis), axis)}"
+        verdicts = [results.verdict(method, axis) for method in results.compared]
+        amount = "" if results.several_references else f": {_amount(results.ends(results.reference, axis), axis)}"
         columns.setdefault(tuple(verdicts), []).append(f"{label}{amount}")
     return columns
 
@@ -150,12 +142,12 @@ def final_table(results: Results) -> str:
         if not runs:
             rows.append([results.labelled(name), *[""] * 6])
             continue
-        difference = str(results.difference(name) or "not comparable") if name in _compared(results) else ""
+        difference = str(results.difference(name) or "not comparable") if name in results.compared else ""
         batches = [f"{statistics.fmean(run[key] for run in runs):.0f}" for key in ("first_batch", "last_batch")]
         usage = [_amount(results.ends(name, axis), axis) for axis in (length, "communications", "bytes_communicated")]
         metric = _spread(results.finals(name).values())
         rows.append((results.labelled(name), metric, difference, " to ".join(dict.fromkeys(batches)), *usage))
-    reference = "the reference" if _several_references(results) else results.reference
+    reference = "the reference" if results.several_references else results.reference
     columns = ("method", results.raw["metric"]["name"], f"difference from {reference}", "examples per step")
     return _table((*columns, length.replace("_", " "), "communications", "bytes"), rows)
 
@@ -205,7 +197,7 @@ def target_table(results: Results) -> str:
         reached = {axis: [between for between in found if between is not None] for axis, found in used.items()}
         cells = [_between(found, axis) if found else "-" for axis, found in reached.items()]
         reach = f"{len(reached['tokens'])} of {len(results.seeds)}"
-        rows.append((name, f"{reach}: {goal:.2f}" if _several_references(results) else reach, *cells))
+        rows.append((name, f"{reach}: {goal:.2f}" if results.several_references else reach, *cells))
     return _table(("method", "runs that reach it", *axes.values()), rows)
 
 
@@ -255,11 +247,13 @@ def page(results: Results) -> str:
         f"A curve ends with a marker. The wide grey curve is {reference}. "
         f"With at most twelve methods, bands show the range of seeds.{_left_out(results)}"
     )
-    if _several_references(results) or results.runs[reference]:
+    several = results.several_references
+    compares = several or bool(results.runs[reference])
+    if compares:
         published = results.raw["file"].startswith("benchmarks/comparisons/")
         one_seed = "" if len(results.seeds) > 1 else " With one seed a verdict is only the sign of a difference."
         meaning = "[meaning](../comparing.md#what-the-numbers-mean)" if published else "meaning: docs/comparing.md"
-        if _several_references(results):
+        if several:
             parts += ["## Verdicts", f"Each method against its reference, at equal usage ({meaning}).{one_seed}"]
         else:
             parts.append(f"## Verdicts against {reference}")
@@ -268,9 +262,9 @@ def page(results: Results) -> str:
     parts += [f"![Ends]({name}_ends.png)", "## End of the runs", final_table(results)]
     if networks:
         parts += ["## Simulated time", _clocks(results), seconds_table(results, networks)]
-    if _several_references(results) or results.runs[reference]:
+    if compares:
         goal = "of the reference"
-        if not _several_references(results):
+        if not several:
             goal = f"is {target(results, reference):.2f}, which every run of {reference} reaches"
         parts.append(f"## Usage until the {metric} {goal}")
         parts.append(

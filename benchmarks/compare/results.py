@@ -103,6 +103,15 @@ class Results:
         return {name: name if name in found.values() else reference for name, reference in found.items()}
 
     @property
+    def several_references(self) -> bool:
+        return len(set(self.references.values())) > 1
+
+    @property
+    def compared(self) -> list[str]:
+        """The methods that are compared with another one."""
+        return [method for method, reference in self.references.items() if method != reference]
+
+    @property
     def sign(self) -> int:
         """1 if a smaller metric is better, else -1."""
         return -1 if self.raw["metric"]["higher_is_better"] else 1
