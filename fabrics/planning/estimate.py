@@ -389,6 +389,8 @@ def _too_large(config: Config, memory: dict[str, int], micro_batch: int, room: i
     most = max(memory, key=memory.get)
     needed = sum(memory.values())
     helpful = [MEMORY_ADVICE, "a larger devices_per_node"]
+    if config.nodes_per_gpu > 1:
+        helpful.append("fewer nodes_per_gpu")
     if needed - memory[ACTIVATIONS] <= room:
         sizes = {"max_batch_size": micro_batch, "eval_batch_size": config.eval_batch_size}
         smaller = " and ".join([*(name for name, size in sizes.items() if size > 1), "sequence_length"])

@@ -317,6 +317,9 @@ def test_a_run_that_does_not_fit_is_refused_in_one_line(capsys):
     (line,) = capsys.readouterr().err.splitlines()
     found = r"error: --device-memory: a run needs \S+ MB per device, \S+ MB of them for .+, and may use 900\.0 kB"
     assert re.match(found, line), line
+    assert "fewer nodes_per_gpu" in line
+    assert program.main(["--plan", "--device-memory=1MB", "nodes_per_gpu=1", "smallest_worker_batch=null"]) == 2
+    assert "nodes_per_gpu" not in capsys.readouterr().err
 
 
 def test_options_of_the_plan_need_plan(capsys):
