@@ -67,7 +67,7 @@ class Cluster:
 
     Attributes:
         given_config: `config`, but with the method as it was given; `objective: time` chooses another one.
-        interrupted: True if the run was asked to stop before its end.
+        interrupted: True if the run was asked to stop, and did so before its end.
         round_plan: of the present round, in a run with `objective: time`.
 
     Raises:
@@ -96,12 +96,12 @@ class Cluster:
         self.metric = self.validation.metric
         self.scheduler = RoundScheduler(config, len(data.train), self.pool)
         requests = dict.fromkeys(range(config.number_of_initial_trainers), config.INITIAL_BATCH_SIZE)
-        self.trainers = first_trainers(config, data, self._distribution(requests, {}, 0.0), self.models, self.processes)
-        self.assign_nodes()
+        first_nodes = self._distribution(requests, {}, 0.0)
+        self.trainers = first_trainers(config, data, first_nodes, self.models, self.processes)
+        self._assign(first_nodes)
         if config.max_batch_size is None:
             # Measured last, when everything that lives between rounds has its memory.
-            groups = [group for trainer in self.trainers.values() for group in trainer.tensors().values()]
-            state_bytes = sum(tensor.nbytes for group in groups for tensor in group.values())
+            state_bytes = sum(trainer.state_bytes for trainer in self.trainers.values())
             max_batches = measured_max_batches(config, self.models, data.train, self.processes, state_bytes)
             self.pool.set_max_batches(max_batches)
             self.assign_nodes()
@@ -130,8 +130,8 @@ class Cluster:
 
         Args:
             folder: the run folder, for checkpoints and models on the way; None: nothing is written.
-            stop: asks the run to end after the current round with a checkpoint. Then `interrupted` is true, and nothing
-                is evaluated.
+            stop: asks the run to end after the current round with a checkpoint. Unless that is the last one,
+                `interrupted` is then true, and no evaluations are returned.
 
         Raises:
             StoppedInRoundError: the round took too long to end after `stop` was requested; no checkpoint is written.
@@ -144,7 +144,7 @@ class Cluster:
             while not self.finished and not self.interrupted:
                 result = self.run_round(observer, checkpoint_policy)
                 observer.on_round(self, result)
-                self.interrupted = checkpoint_policy.decision.stop
+                self.interrupted = checkpoint_policy.decision.stop and not self.finished
                 checkpoint_policy.after_round()
             if self.interrupted:
                 return {}
@@ -415,7 +415,7 @@ class Cluster:
             requests = {trainer: values["batch"]["requested_batch"] for trainer, values in living.items()}
             nodes_of = self._distribution(requests, {}, self.scheduler.progress(counters))
         self._assign(nodes_of)
-        self.counters = counters
+        self.counters = counters  # only now: what the assignment counts was not sent
         if self.scheduler.clock is not None and state["clock"] is not None:
             self.scheduler.clock.load_state_dict(state["clock"])
         local_part = self.models.first.local_part
@@ -429,8 +429,8 @@ class Cluster:
             return
         largest_request = max(trainer.largest_request for trainer in self.trainers.values())
         fewer = [(node.max_batch, held) for node, held in zip(self.nodes, saved, strict=True) if node.max_batch < held]
-        smallest, held = min(fewer, default=(largest_request, 0))
-        if smallest < largest_request:
+        if fewer and min(fewer)[0] < largest_request:
+            smallest, held = min(fewer)
             self.warnings.append(
                 f"max_batch_size: a node holds {smallest:,} examples, and held {held:,} before the run was "
                 f"resumed: larger steps have other micro-batches than without the interruption, and other bits"

@@ -76,7 +76,7 @@ def train(
         overrides: values that replace those of the configuration.
 
     Raises:
-        ConfigError: the configuration is wrong, and nothing was done.
+        ConfigError: the configuration is wrong, and nothing was trained.
         CheckpointError: the run cannot be resumed.
         TrainingError: training stopped with an error. What was trained so far is in the run folder.
     """
@@ -183,7 +183,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Start the processes of the run, be one of them, and return the exit status.
 
     0: completed. 1: training stopped with an error, or models cannot be written. 2: the configuration is wrong, and
-    nothing was done. 130: interrupted. Except for 2, what was trained so far is in the run folder; after an error of
+    nothing was trained. 130: interrupted. Except for 2, what was trained so far is in the run folder; after an error of
     several processes, up to the last checkpoint.
     """
     started = time.perf_counter()
@@ -384,7 +384,7 @@ def train_and_record(cluster: "Cluster", recorder: "Observer", folder: Path) -> 
     processes = cluster.processes
     models_folder = folder / MODELS_FOLDER
     evaluations = {}
-    models = {}
+    models = None
     status = "failed"
     code = 1
     # torchrun would kill the main process if another one exited with an error.
@@ -423,12 +423,12 @@ def train_and_record(cluster: "Cluster", recorder: "Observer", folder: Path) -> 
         ended_by = error
     if processes.is_main:
         # After an error the other processes do not save their parts, and a lost device cannot be read.
-        if not models and processes.count == 1 and not isinstance(ended_by, DeviceLostError):
+        if models is None and processes.count == 1 and not isinstance(ended_by, DeviceLostError):
             try:
                 models = cluster.save_models(models_folder, recorder)
             except Exception:  # the summary, the cause and the command to resume still follow
                 logger.exception("the models cannot be saved")
-        recorder.finish(cluster, evaluations, status, models)
+        recorder.finish(cluster, evaluations, status, models or {})
         if code and has_checkpoint(folder):
             logger.info("to resume: python run.py --resume %s", folder)
         recorder.close()

@@ -97,6 +97,12 @@ class Trainer:
         """Flat parameters, as of the last `worker_group.refresh`; None in a process without a worker."""
         return None if self.shared is None else self.shared["parameters"]
 
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the trainer's and its workers' tensors in this process."""
+        groups = [self.shared or {}, *(worker.state_dict() for worker in self.workers.values())]
+        return sum(tensor.nbytes for group in groups for tensor in group.values())
+
     # A round
 
     def assign_nodes(self, nodes: tuple[Node, ...]) -> int:
@@ -104,7 +110,7 @@ class Trainer:
         return self.worker_group.assign(nodes, self._participants(len(nodes)))
 
     def split_work(self) -> WorkSplit:
-        """Divide the next round over the workers; valid until the nodes or the requested batch change."""
+        """Divide the next round over the workers; valid for this round and these nodes."""
         return WorkSplit(
             self._config,
             self.requested_batch,
@@ -118,8 +124,8 @@ class Trainer:
     def train_round(self, split: WorkSplit, schedule: RoundSchedule, on_step: Callable[[], None]) -> TrainedPart | None:
         """Run the inner steps of this process's workers and the outer step (AdLoCo, section 3, steps 1 to 5).
 
-        Workers whose parameters are no longer finite are left out of the mean. If all are, the parameters stay. In a
-        process without a worker nothing is done, and None returned.
+        Workers whose parameters are no longer finite are left out of the mean. If all are, the parameters stay, and
+        `conclude_round` raises. A process without a worker returns None.
         """
         worker_group = self.worker_group
         worker_group.note_weights(split.examples_each(schedule.inner_steps))
@@ -200,7 +206,7 @@ class Trainer:
 
     @property
     def _round_key(self) -> RoundKey:
-        return RoundKey(self._config.training_seed, self.id, 0, self.rounds)
+        return RoundKey(self._config.training_seed, trainer=self.id, worker=0, round=self.rounds)
 
     def _participants(self, worker_count: int) -> tuple[int, ...]:
         return draw_participants(self._config.participants, self._round_key, worker_count)

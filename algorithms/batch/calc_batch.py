@@ -68,8 +68,10 @@ def lower_ratio(
     d = max(denominator, 0.0)
     upper = confidence * denominator_error
     lower = n**2 - (confidence * numerator_error) ** 2
-    if math.isnan(lower) or lower <= 0.0:
-        return lower if math.isnan(lower) else 0.0
+    if math.isnan(lower):
+        return lower
+    if lower <= 0.0:
+        return 0.0
     # The smaller root of r^2 (d^2 - upper^2) - 2 r n d + lower = 0, in the form that holds for any sign of the first.
     scale = n * d + math.sqrt((d * confidence * numerator_error) ** 2 + upper**2 * lower)
     return lower / scale if scale != 0.0 else math.inf
@@ -148,7 +150,7 @@ def bounded_request(current: int, answer: int | None, max_batch_growth: float | 
 
     Args:
         answer: of the batch test; None: the request stays.
-        max_batch_growth: largest factor per round, at least 1; None: no bound. A request of 1 may still become 2.
+        max_batch_growth: largest factor per round, at least 1; None: no bound. Above 1 one more example is allowed.
         max_request: largest request ever; a current request above it stays.
     """
     if answer is None:
@@ -235,7 +237,8 @@ class BatchControl:
             effective_batch: examples of an inner step over all workers.
 
         Returns:
-            The statistics that the test saw, averaged over the rounds, and a warning; None if there is none.
+            The statistics, averaged over the rounds, and None; or those of this round alone and why no test saw them.
+            No statistics if nothing was measured.
 
         Raises:
             TypeError: the test returned something else than a number or None.
@@ -259,6 +262,8 @@ class BatchControl:
         answer = self._test(statistics, parameters, effective_batch)
         if not (answer is None or (isinstance(answer, Real) and not math.isnan(answer))):
             raise TypeError(f"sampling_method: {settings.test} must give a number of examples or None, got {answer!r}")
+        if answer is not None and math.isfinite(answer):
+            answer = math.ceil(answer)  # a test of a plugin may give a fraction
         self.requested_batch = bounded_request(self.requested_batch, answer, settings.max_batch_growth, largest_request)
         return statistics, None
 

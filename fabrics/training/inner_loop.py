@@ -44,12 +44,11 @@ def accumulate_gradients(
     for number, size in enumerate(plan.micro_batches):
         micro_batch = indices[start : start + size]
         weight = size / plan.effective_batch
+        probing = model.probe(size, products=number in with_products) if probe else nullcontext()
+        with probing as micro_batch_probe:
+            total = total + backward(model, examples, micro_batch, weight, eager=probe)
         if probe:
-            with model.probe(size, products=number in with_products) as micro_batch_probe:
-                total = total + backward(model, examples, micro_batch, weight, eager=True)
             probes.append(micro_batch_probe)
-        else:
-            total = total + backward(model, examples, micro_batch, weight)
         start += size
     return total, probes
 
@@ -122,9 +121,9 @@ class InnerLoop:
         self._losses = torch.zeros(steps, dtype=self._model.parameters.dtype, device=self._model.device)
 
     def run(self, until: int) -> None:
-        """Make this worker's inner steps up to step `until` of the round; its parameters are in the model afterwards.
+        """Make this worker's inner steps up to step `until` of the round, unless there are none or it is left out.
 
-        A worker without an optimizer only computes one gradient, which is in the model afterwards.
+        Its parameters are in the model afterwards; without an optimizer, the gradient of its one step.
         """
         first = self.done
         end = bisect_left(self._assignment.active_steps, until)  # of the steps that this worker makes
@@ -167,7 +166,7 @@ class InnerLoop:
     def _accumulate(
         self, plan: ExecutionPlan, indices: np.ndarray, probe: bool
     ) -> tuple[ExecutionPlan, torch.Tensor, list[PerExampleProbe]]:
-        """Add the gradient of these examples to the model's; return the plan that fitted, the mean loss, and probes."""
+        """Add the gradient of these examples to the model's; return the plan to go on with, mean loss and probes."""
         assignment = self._assignment
         while True:
             parts = in_parts(plan, assignment.measurement.probed_parts) if probe else plan
@@ -176,7 +175,7 @@ class InnerLoop:
             if result is not None:
                 return plan, *result
             # Parameters and moments are untouched: the step is made again.
-            plan = self._smaller_plan(plan)
+            plan = self._smaller_plan(parts)
             self._model.gradient.zero_()
             self._seed_dropout(self.done)
 

@@ -52,7 +52,6 @@ class OuterRound:
             shared=worker_group.shared,
             values=dict(worker_group.values),
             weights=[own / sum(examples) for own in examples],
-            # For methods with simulated times, and for methods that exchange gradients.
             clock=self._clock(split, inner_steps, examples),
             inner=Inner(config.weight_decay, self._update_shared, first.learning_rates[0]),
             outer=worker_group.outer,
@@ -87,7 +86,7 @@ class OuterRound:
             incoming = method.incoming(group)
             for index, loop in self.loops.items():
                 loop.run(until=stop)
-                if loop.left_out is None and index not in self.lost_messages:
+                if self._sends(index):
                     incoming.add(self._local[index], self._message(index))
             result = incoming.result()
             group.local_workers = self._in_mean()
@@ -116,11 +115,10 @@ class OuterRound:
         return stops
 
     def _in_mean(self) -> list[LocalWorker]:
-        return [
-            worker
-            for index, worker in self._local.items()
-            if self.loops[index].left_out is None and index not in self.lost_messages
-        ]
+        return [worker for index, worker in self._local.items() if self._sends(index)]
+
+    def _sends(self, index: int) -> bool:
+        return self.loops[index].left_out is None and index not in self.lost_messages
 
     def _message(self, index: int) -> Any:
         worker = self._local[index]

@@ -1,7 +1,7 @@
 """Division of a trainer's round over its workers: who takes part, with which examples, in which inner steps.
 
-Everything follows from the configuration, the nodes and the place in the run. All processes know it without messages,
-and a run resumes from integers.
+Everything follows from the configuration, the nodes, the requested batch and the place in the run. All processes know
+it without messages, and a checkpoint needs only a few numbers.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -17,7 +17,7 @@ from fabrics.training.statistics import Measurement
 from fabrics.training.worker import Assignment, Node, RoundKey
 from utils.config.schema import Config
 
-# The first inner step of a round is not timed, so a speed needs a second one.
+# The first inner step of a round does not count for the speed, which needs a second one.
 _LEAST_MEASURED_STEPS = 2
 # Spawn keys: participants and lost messages are drawn independently of everything else that uses the seed.
 _PARTICIPANTS = (2,)

@@ -40,7 +40,7 @@ class WorkerGroup:
         values: the method's plain numbers, the same in every process.
         encoding: of pseudo-gradients between several workers.
         to_restart: numbers of the workers whose state is lost, which start anew when nodes are assigned again.
-        merged_tensors: names of the tensors that a merge averages; the others start anew.
+        merged_tensors: names of the tensors that a merge averages. Copies start anew; shared moments stay.
         parameter_bytes: of one model, without the gaps of flat tensors.
         sizes: bytes of the state that moves with nodes, without gaps.
     """
@@ -118,7 +118,7 @@ class WorkerGroup:
         before = [node.id for node in self.nodes]
         after = [node.id for node in nodes]
         sent = 0
-        if self.to_restart or 0 < len(before) != len(after):  # new workers start from the trainer's parameters
+        if self.to_restart or (before and len(before) != len(after)):  # new workers start from the trainer's parameters
             sent += self._settle(some_end=len(after) < len(before))
         if self.to_restart or before != after:
             sent += self._move_workers(before, after, nodes)
@@ -244,7 +244,7 @@ class WorkerGroup:
         """Update the trainer's parameters from the workers' copies, if these have moved.
 
         Nothing is done unless the method's capability `averages_copies` is set: other parameters are up to date.
-        Every process with a worker takes part. Nothing is counted: this serves evaluation and checkpoints.
+        Every process with a worker takes part. Bytes are not counted here: evaluation and checkpoints are no messages.
         """
         if not (self._weights and self.local and self.method.capabilities.averages_copies):
             return
@@ -319,8 +319,7 @@ class WorkerGroup:
     def absorb(self, others: Sequence["WorkerGroup"], weights: Sequence[float]) -> int:
         """Make this trainer's tensors the weighted average of its own and the others'; return the bytes sent.
 
-        The process of the first worker computes the averages and sends them to the other workers. Tensors that are
-        not in `merged_tensors` start anew.
+        The process of the first worker computes the averages of `merged_tensors` and sends them to the other workers.
 
         weights: of this trainer, then of the others; they sum to 1.
         """

@@ -123,7 +123,7 @@ def test_out_of_memory_halves_the_max_batch_and_runs_the_same_examples(monkeypat
     trainer = make_trainer(tiny_llama(), config, EXAMPLES, nodes=2, max_batch=8)
     backward, done = inner_loop.backward, []
 
-    def limited(working, examples, indices, weight=1.0, products=True):
+    def limited(working, examples, indices, weight=1.0, eager=False):
         if len(indices) > 2 and len(done) >= at_step:
             # What it leaves behind is half a gradient.
             working.gradient.add_(1.0)
@@ -184,7 +184,7 @@ def test_a_resumed_run_takes_a_measured_max_batch_where_less_memory_is_left():
 
 
 def test_one_example_that_does_not_fit_is_an_error(monkeypatch):
-    def full(*arguments):
+    def full(*arguments, **keywords):
         raise torch.OutOfMemoryError("injected")
 
     monkeypatch.setattr(inner_loop, "backward", full)

@@ -55,3 +55,12 @@ def test_all_processes_do_what_one_votes_for(vote):
     assert policy.decision == vote
     policy.decide([Vote(), Vote()])
     assert policy.decision == Vote()
+
+
+@pytest.mark.parametrize("rounds", [1, 2])
+def test_a_run_that_is_asked_to_stop_in_its_last_round_is_complete(tmp_path, rounds):
+    cluster = light_cluster(number_of_outer_steps=rounds, **ALONE)
+    evaluations = cluster.train(Recorder(), tmp_path, SimpleNamespace(requested=True, overdue=False))
+    assert cluster.counters.outer_steps == 1
+    assert (cluster.interrupted, list(evaluations)) == ((False, [0]) if rounds == 1 else (True, []))
+    assert checkpoints(tmp_path) == ["round_00001"]

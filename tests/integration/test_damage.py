@@ -371,6 +371,8 @@ def test_a_folder_that_is_lost_while_a_run_trains_costs_warnings(tmp_path, cache
         assert summary(folder)["status"] == "completed"
         named = "models" if name == "model_weights" else name.split("_")[0].rstrip("s")
         assert all(named in warning for warning in warnings_of(folder))
+        final = [warning for warning in warnings_of(folder) if "model_weights: " in warning]
+        assert len(final) == (named == "models")  # they are not written twice
         log_of(folder)
 
 

@@ -110,6 +110,15 @@ def test_a_test_that_gives_no_number_is_named(monkeypatch, answer):
         conclude(control(test="own"), sample(2.0, 1.0))
 
 
+@pytest.mark.parametrize(("answer", "request_"), [(12.5, 13), (float("inf"), 1000), (None, 4)])
+def test_a_request_is_an_integer(monkeypatch, answer, request_):
+    monkeypatch.setitem(BATCH_TESTS, "own", lambda *seen: answer)
+    own = control(test="own")
+    conclude(own, sample(2.0, 1.0))
+    assert own.requested_batch == request_
+    assert isinstance(own.requested_batch, int)
+
+
 def test_without_samples_nothing_is_said():
     own = control()
     assert conclude(own) == (None, None)
