@@ -175,7 +175,9 @@ def taken_names(method: Method, moments: Collection[str]) -> list[str]:
 
 
 def check_registered(name: str, method: type[Method]) -> None:
-    """Raise ValueError if a parameter of a method that is being registered has no default, or a name is taken."""
+    """Raise ValueError if what is being registered is no Method, a parameter has no default, or a name is taken."""
+    if not (isinstance(method, type) and issubclass(method, Method)):
+        raise ValueError(f"{name}: must be a class that inherits from Method")
     try:
         default = method()
     except TypeError as error:

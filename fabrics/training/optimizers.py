@@ -234,7 +234,21 @@ class Muon(AdamW):
         return _step_of(muon, adamw)
 
 
-INNER_OPTIMIZERS: Registry[type[InnerOptimizer]] = Registry({"adamw": AdamW, "muon": Muon, "sgd": SGD})
+def _check_registered(name: str, optimizer: type[InnerOptimizer]) -> None:
+    """Raise ValueError if what is being registered is no dataclass that inherits InnerOptimizer and has defaults."""
+    if not (isinstance(optimizer, type) and issubclass(optimizer, InnerOptimizer)):
+        raise ValueError(f"{name}: must be a class that inherits from InnerOptimizer")
+    if "__dataclass_fields__" not in vars(optimizer):
+        raise ValueError(f"{name}: the class {optimizer.__name__} needs the decorator @dataclass(frozen=True)")
+    try:
+        optimizer()
+    except TypeError as error:
+        raise ValueError(f"{name}: every parameter needs a default: {error}") from None
+
+
+INNER_OPTIMIZERS: Registry[type[InnerOptimizer]] = Registry(
+    {"adamw": AdamW, "muon": Muon, "sgd": SGD}, _check_registered
+)
 
 
 def inner_optimizer_name(config: Config) -> str | None:

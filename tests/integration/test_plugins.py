@@ -161,6 +161,30 @@ def test_a_method_whose_state_has_a_taken_name_is_refused(write, body, problem):
     assert "Mine" not in METHODS
 
 
+@pytest.mark.parametrize(
+    ("registry", "code", "problem"),
+    [
+        ("INNER_OPTIMIZERS", "class Mine: pass", "must be a class that inherits from InnerOptimizer"),
+        ("INNER_OPTIMIZERS", "Mine = 3", "must be a class that inherits from InnerOptimizer"),
+        ("INNER_OPTIMIZERS", "class Mine(InnerOptimizer): pass", "the class Mine needs the decorator @dataclass"),
+        ("INNER_OPTIMIZERS", "@frozen\nclass Mine(InnerOptimizer): x: float", "every parameter needs a default"),
+        ("METHODS", "class Mine: pass", "must be a class that inherits from Method"),
+        ("METHODS", "@frozen\nclass Mine(Method): x: float", "every parameter needs a default"),
+    ],
+)
+def test_a_class_that_cannot_be_one_is_refused_where_it_is_registered(write, registry, code, problem):
+    imports = (
+        "from dataclasses import dataclass\n"
+        "frozen = dataclass(frozen=True)\n"
+        "from algorithms.synchronisation import METHODS\n"
+        "from algorithms.synchronisation.method import Method\n"
+        "from fabrics.training.optimizers import INNER_OPTIMIZERS, InnerOptimizer\n"
+    )
+    text = f"{imports}{code}\n{registry}['mine'] = Mine\n"
+    (line,) = problems(write(text))
+    assert line.startswith(f"plugins: mine.py, line {text.count(chr(10))}: ValueError: mine: {problem}")
+
+
 # Files that fail
 
 

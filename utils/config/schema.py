@@ -325,7 +325,10 @@ class Trainers(Section):
     """Trainers and merging"""
 
     number_of_initial_trainers: PositiveInt = key(4, "Trainers (model instances) at the start.")
-    merging_policy: str = key("worst_with_worst", "Rule that selects the trainers to merge by their requests.")
+    merging_policy: str = key(
+        "worst_with_worst",
+        "Trainers that merge: those with the smallest requests, or the largest with the smallest ones.",
+    )
     merge_frequency: PositiveInt = key(2, "Rounds between merges, while more than one trainer is left.")
     merge_count: AtLeastTwo = key(2, "Trainers that become one in a merge.")
 
