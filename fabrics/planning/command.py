@@ -111,7 +111,7 @@ def _lines(found: "Estimate", config: "Config") -> Iterator[str]:
         if size:
             yield f"  {byte_size(size):>9}  {part}"
     if found.host_bytes:
-        yield f"host memory: {byte_size(found.host_bytes)}"
+        yield f"host memory per device: {byte_size(found.host_bytes)}"
     yield f"requested batch of a trainer: {_range(found, 'batch', _count)} examples"
     yield f"workers of a trainer: {_range(found, 'workers', _count)}"
     names = {

@@ -66,7 +66,7 @@ class Estimate:
     Attributes:
         micro_batch: examples of the micro-batch that the memory is for.
         memory: bytes of the busiest device, by part.
-        host_bytes: state in host memory instead.
+        host_bytes: of that device, state in host memory instead.
         ranges: the least and the most of every total that is known: `batch` and `workers` of a trainer, and of the
             run `rounds`, `tokens`, `flops`, `communications`, `sent_bytes`, `compute_seconds`, `over LINK seconds`.
     """

@@ -189,9 +189,12 @@ def test_resume_auto_begins_a_run_and_then_continues_it(tmp_path, cache_dir, cap
     assert summary(folder)["outer_steps"] == 3
     write_config(tmp_path, cache_dir, run_name="mine", number_of_outer_steps=1, save_weights_every=None)
     assert program.main(["--config", config]) == 2
-    assert f"run_name: {folder} exists; choose another name" in capsys.readouterr().err
+    error = f"run_name: {folder} exists; choose another name, remove it, or "
+    assert f"{error}continue it with --resume {folder}" in capsys.readouterr().err
     # A run without a checkpoint starts again; its old logs are kept.
     shutil.rmtree(folder / "checkpoints")
+    assert program.main(["--config", config]) == 2
+    assert f"{error}start with --resume auto" in capsys.readouterr().err
     assert program.main(arguments) == 0
     assert summary(folder)["outer_steps"] == 1
     assert summary(tmp_path / "logs" / "mine_2")["outer_steps"] == 3

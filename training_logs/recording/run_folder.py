@@ -18,7 +18,7 @@ from training_logs.trackers.clearml import resolved_mode
 from training_logs.trackers.tracker import check_packages
 from utils.config.schema import Config, ConfigError
 from utils.distributed.processes import Processes, done_by_all
-from utils.files import REPORT_FOLDER, nearest_existing_folder
+from utils.files import REPORT_FOLDER, has_checkpoint, nearest_existing_folder
 from utils.progress import shows_progress
 
 logger = logging.getLogger("adloco")
@@ -110,9 +110,8 @@ def check_logs(config: Config, anew: bool) -> None:
         # make_run_folder renames the folder of an attempt, which has nothing but a lock before its report folder.
         begun = folder.is_dir() and os.listdir(folder) not in ([], [".lock"])
         if anew and (begun or folder.is_file()):
-            raise ConfigError(
-                f"run_name: {folder} exists; choose another name, remove it, or continue it with --resume {folder}"
-            )
+            instead = f"continue it with --resume {folder}" if has_checkpoint(folder) else "start with --resume auto"
+            raise ConfigError(f"run_name: {folder} exists; choose another name, remove it, or {instead}")
         if folder.is_file() or (begun and not (folder / REPORT_FOLDER).exists()):
             raise ConfigError(f"run_name: {folder} is not the folder of a run; choose another name")
 

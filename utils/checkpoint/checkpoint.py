@@ -103,7 +103,8 @@ def _newest(folder: Path) -> Checkpoint | str:
             with contextlib.suppress(OSError):
                 other.rename(other.with_name(f"damaged_{other.name}"))
         return Checkpoint(path, state, tuple(damaged.values()))
-    return f"no checkpoint in {folder}: {'; '.join(damaged.values()) or 'none was written; start the run again'}"
+    none = "none was written; remove the run folder and start the run again, or start it with --resume auto"
+    return f"no checkpoint in {folder}: {'; '.join(damaged.values()) or none}"
 
 
 def _finished_checkpoints(folder: Path) -> list[Path]:
