@@ -136,12 +136,15 @@ def flops_per_token(model: nn.Module, sequence_length: int) -> float:
     weights = [module.weight for module in model.modules() if isinstance(module, nn.Linear | Conv1D)]
     linear = sum((6.0 if weight.requires_grad else 4.0) * weight.numel() for weight in weights)
     config = getattr(model, "config", None)
-    heads = getattr(config, "num_attention_heads", None)
-    if heads is None:
-        return linear
-    width = heads * getattr(config, "head_dim", config.hidden_size // heads)
+    width = 0  # of all layers
+    # Layers may differ in their heads, as Gemma 4's do.
+    for number in range(getattr(config, "num_hidden_layers", 0)):
+        layer = config.per_layer_config[number] if hasattr(config, "per_layer_config") else config
+        heads = getattr(layer, "num_attention_heads", None)
+        if heads is not None:
+            width += heads * (getattr(layer, "head_dim", None) or layer.hidden_size // heads)
     causal = all(getattr(module, "is_causal", True) for module in model.modules())
-    return linear + (6.0 if causal else 12.0) * config.num_hidden_layers * width * sequence_length
+    return linear + (6.0 if causal else 12.0) * width * sequence_length
 
 
 def recompute_activations(model: nn.Module, model_type: str) -> None:

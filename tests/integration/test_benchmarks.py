@@ -5,6 +5,7 @@ import re
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
+from transformers import Gemma4TextConfig, MambaConfig, MixtralConfig
 
 from benchmarks.performance import throughput
 from cluster import Cluster
@@ -49,6 +50,30 @@ def test_attention_without_a_causal_mask_is_of_all_pairs():
     last = model.bert.pooler.dense.weight.numel() + model.classifier.weight.numel()
     expected = ids.numel() * (flops_per_token(model, 12) - 6 * last) + 3 * 6 * last
     assert counter.get_total_flops() == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("config", "width"),
+    [
+        (MixtralConfig(hidden_size=16, num_attention_heads=2, num_hidden_layers=3), 3 * 16),  # its head_dim is None
+        (
+            Gemma4TextConfig(
+                num_attention_heads=2,
+                num_hidden_layers=2,
+                layer_types=["sliding_attention", "full_attention"],
+                head_dim=8,
+                global_head_dim=32,
+            ),
+            2 * (8 + 32),
+        ),
+        (MambaConfig(), 0),
+    ],
+    ids=lambda value: getattr(value, "model_type", ""),
+)
+def test_the_flops_of_attention_follow_the_heads_of_every_layer(config, width):
+    model = torch.nn.Linear(4, 5)
+    model.config = config
+    assert flops_per_token(model, 9) == 6 * 20 + 6 * width * 9
 
 
 def test_the_bare_loop_and_the_inner_steps_train_to_the_same_parameters(cache_dir):
