@@ -4,6 +4,7 @@ import os
 import shutil
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from tokenizers import Tokenizer
@@ -87,6 +88,10 @@ def _stand_in(config: Config, settings: dict) -> tuple[PreTrainedTokenizerBase, 
         tokenizer_object=Tokenizer(WordLevel({END_OF_TEXT: 0}, END_OF_TEXT)),
         **dict.fromkeys(("bos_token", "eos_token", "pad_token"), END_OF_TEXT),
     )
+    if isinstance(family, ModelFamily) and is_pretrained(settings):
+        # A folder without a tokenizer holds a model of other data than text.
+        has_text = config.tokenizer is not None or Path(settings["name"], "tokenizer_config.json").exists()
+        return (named_tokenizer(config) if has_text else few), False
     name = settings.get("preset") or settings.get("name") or "demo"
     if "vocab_size" in settings or "vocab_size" in family.presets.get(name, {"vocab_size": None}):
         return few, False

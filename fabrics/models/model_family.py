@@ -179,7 +179,8 @@ class ModelFamily:
                 saved = json.loads((folder / _ARCHITECTURE).read_text(encoding="utf-8"))["model_config"]
                 values = saved | architecture_values(settings)
                 module = self.build(values, demands)
-                module.load_state_dict(load_file(folder / _WEIGHTS))
+                if torch.get_default_device().type != "meta":  # there only the architecture is needed
+                    module.load_state_dict(load_file(folder / _WEIGHTS))
             except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
                 reason = " ".join(str(error).split())
                 raise ConfigError(f"model_config.name: cannot load {settings['name']!r}: {reason}") from None

@@ -368,9 +368,14 @@ def test_the_settings_of_a_plain_module_are_checked_against_its_presets(digits):
     ]
 
 
-def test_an_estimate_of_a_plain_module_states_its_assumptions(digits, monkeypatch):
+def test_an_estimate_of_a_plain_module_states_its_assumptions(digits, monkeypatch, tmp_path):
+    """Also of one that is loaded, whose weights are not read."""
     config = dataclasses.replace(digits, number_of_training_epochs=None, number_of_outer_steps=2)
-    assert any("classes of the data: assumed to be 2" in line for line in estimate(config).assumptions)
+    save_model(build(config), None, tmp_path / "digits")
+    loaded = {"name": str(tmp_path / "digits"), "pretrained": True}
+    for settings in (config.model_config, loaded):
+        found = estimate(dataclasses.replace(config, model_config=settings))
+        assert any("classes of the data: assumed to be 2" in line for line in found.assumptions)
 
     class Words(nn.Module):
         def __init__(self, settings, demands):
@@ -385,6 +390,10 @@ def test_an_estimate_of_a_plain_module_states_its_assumptions(digits, monkeypatc
     plan = estimate(make_config(**values))
     assert plan.parameters == 1600
     assert any("vocabulary: 400 tokens" in line for line in plan.assumptions)
+    tokenizer = tiny_data().tokenizer
+    save_model(build_model("words", {}, tokenizer, 9, 0), tokenizer, tmp_path / "words")
+    values["model_config"] = {"name": str(tmp_path / "words"), "pretrained": True}
+    assert estimate(make_config(**values)).parameters == 4 * len(tokenizer)
 
 
 def test_the_output_layer_of_a_plain_module_is_reinitialised(digits):
