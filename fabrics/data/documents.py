@@ -105,10 +105,13 @@ def numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def _decoded(lines: Iterator[tuple[int, bytes]], path: Path) -> str:
-    try:
-        return b"".join(line for _, line in lines).decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise DatasetError(f"{path}: not UTF-8 text: {error.reason} at byte {error.start}") from None
+    texts = []
+    for number, line in lines:
+        try:
+            texts.append(line.decode("utf-8"))
+        except UnicodeDecodeError as error:
+            raise DatasetError(f"{path}:{number}: not UTF-8 text: {error.reason}") from None
+    return "".join(texts)
 
 
 def json_records(path: Path, skipped: Skipped) -> Iterator[dict]:

@@ -63,7 +63,7 @@ def test_another_layout_is_an_error(tmp_path, folder):
     with pytest.raises(DatasetError, match=r"train/neg: no \*\.txt in it"):
         local_reviews(str(tmp_path), Skipped())
     (tmp_path / "train" / "neg" / "0_1.txt").write_bytes(b"\xff")
-    with pytest.raises(DatasetError, match=r"0_1\.txt: not UTF-8 text"):
+    with pytest.raises(DatasetError, match=r"0_1\.txt:1: not UTF-8 text"):
         local_reviews(str(tmp_path), Skipped())
 
 
