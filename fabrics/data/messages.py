@@ -120,8 +120,8 @@ def encode(
             text, answers = with_answers(tokenizer, json.loads(document.text))
         except ValueError as error:
             raise DatasetError(f"{document.origin}: {error}") from None
-        # The template has written the special tokens.
-        encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        # The template has written the special tokens. Without `verbose` no warning of long texts, which are cut below.
+        encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         starts, ends = np.array(encoded["offset_mapping"]).reshape(-1, 2)[:limit].T
         target = np.zeros(len(starts), dtype=bool)
         for begin, end in answers:

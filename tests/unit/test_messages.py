@@ -1,6 +1,7 @@
 """Conversations: which tokens are targets, what is refused, and what a batch test sees of them."""
 
 import json
+import logging
 
 import numpy as np
 import pytest
@@ -9,8 +10,8 @@ import torch
 from algorithms.batch.losses import example_losses
 from fabrics.config_checks import CHECKS
 from fabrics.data.dataset_loader import load_data
-from fabrics.data.documents import DatasetError, Skipped
-from fabrics.data.messages import conversations, with_answers
+from fabrics.data.documents import DatasetError, Document, Part, Skipped
+from fabrics.data.messages import conversations, encode, with_answers
 from fabrics.data.tokenization import train_tokenizer
 from fabrics.training.flat_model import FlatModel
 from fabrics.training.inner_loop import probed_backward
@@ -82,6 +83,16 @@ def test_conversations_are_cut_and_those_without_an_answer_left_are_skipped(make
     assert data.skipped == {"without an answer within sequence_length": 1}
     with pytest.raises(ConfigError, match="sequence_length: no training conversation has an answer within 3 tokens"):
         load_data(make(talk, sequence_length=3))
+
+
+def test_a_conversation_that_is_cut_leads_to_no_warning_of_its_length(monkeypatch, caplog):
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    tokenizer = chat_tokenizer()
+    tokenizer.model_max_length = 4
+    document = Document(json.dumps([user("w1"), assistant("w2 w3 w4")]), "chat.jsonl:1")
+    part, _ = encode(Part(lambda skipped: iter([document]), 1), tokenizer, 5, Skipped(), "training")
+    assert len(part.tokens) == 5
+    assert caplog.messages == []
 
 
 def test_the_statistics_are_of_the_losses_on_each_examples_own_answer(make):
