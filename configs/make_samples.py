@@ -103,12 +103,20 @@ def write_code(folder: Path, modules: int | None = None) -> None:
         (folder / path.name).write_text(ast.unparse(tree) + "\n", encoding="utf-8")
 
 
+def _installed(sample: str, name: str) -> importlib.metadata.Distribution:
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        distribution = importlib.metadata.distribution(name)
+        if distribution.files is not None:  # without RECORD its files are unknown
+            return distribution
+    raise ConfigError(f"{sample}: {name}: not installed by pip, and its files are part of them")
+
+
 def write_libraries(folder: Path, names: Iterable[str] = ("torch", "scipy", "numpy", "matplotlib")) -> None:
     """Write the modules of installed packages unchanged, each text once; modules over 200,000 characters are tables."""
     seen = set()
     for name in names:
         (folder / name).mkdir()
-        for file in sorted(importlib.metadata.files(name), key=str):
+        for file in sorted(_installed("libraries", name).files, key=str):
             if file.suffix == ".py" and file.parts[0] == name:
                 text = file.read_text(encoding="utf-8")
                 if len(text) <= LONGEST_MODULE and document_hash(text) not in seen:
@@ -122,14 +130,6 @@ def write_libraries(folder: Path, names: Iterable[str] = ("torch", "scipy", "num
 def pinned(requirements: Path) -> list[str]:
     """Return the distributions that a requirements file pins to a version."""
     return re.findall(r"^([\w.-]+)==", requirements.read_text(encoding="utf-8"), re.MULTILINE)
-
-
-def _installed(name: str) -> importlib.metadata.Distribution:
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        distribution = importlib.metadata.distribution(name)
-        if distribution.files is not None:  # without RECORD its files are unknown
-            return distribution
-    raise ConfigError(f"packages: {name}: not installed by pip, and its documentation is part of them")
 
 
 def _texts(distribution: importlib.metadata.Distribution) -> Iterator[str]:
@@ -176,7 +176,7 @@ def write_packages(folder: Path, names: Iterable[str] | None = None) -> None:
 
     names: distributions; None: those that requirements.txt pins.
     """
-    installed = {name: _installed(name) for name in (pinned(_REQUIREMENTS) if names is None else names)}
+    installed = {name: _installed("packages", name) for name in (pinned(_REQUIREMENTS) if names is None else names)}
     known = set().union(*map(word_runs, python_documents()))
     for name, distribution in progress_bar(installed.items(), desc="reading packages", unit=" packages"):
         (folder / name).mkdir()

@@ -187,6 +187,9 @@ def test_libraries_are_the_modules_of_packages_each_text_once(tmp_path, monkeypa
         assert len(written) == len(set(written)) > 3
         # An empty module is in both packages, and is written with the first.
         assert set(written) | {""} == {text for text in modules if len(text) <= 50_000} | {""}
+    (tmp_path / "none").mkdir()
+    with pytest.raises(ConfigError, match=r"^libraries: no-such-package: not installed by pip"):
+        make_samples.write_libraries(tmp_path / "none", ["no-such-package"])
 
 
 def test_code_is_real_and_has_no_docstring(samples):
