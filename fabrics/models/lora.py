@@ -12,6 +12,7 @@ from typing import Annotated
 import torch
 from pydantic import Field
 from torch import nn
+from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from fabrics.models.model_family import MODELS, is_pretrained
@@ -87,7 +88,7 @@ def add_adapters(model: nn.Module, lora: LoRA, seed: int) -> None:
         for path, layer in chosen.items():
             parent, _, name = path.rpartition(".")
             setattr(model.get_submodule(parent), name, AdaptedLinear(layer, lora))
-        if model.device.type != "meta":
+        if isinstance(model, PreTrainedModel) and model.device.type != "meta":
             _check_forward(model)
 
 

@@ -182,6 +182,13 @@ def test_a_layer_whose_weight_is_read_by_another_is_refused():
         add_adapters(MambaForCausalLM(config), LoRA(targets=["out_proj"]), 0)
 
 
+def test_a_plain_module_has_adapters_as_well():
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5))
+    add_adapters(model, LoRA(targets=["0"], rank=2), 0)
+    shapes = {name: tuple(value.shape) for name, value in model.named_parameters() if value.requires_grad}
+    assert shapes == {"0.down.weight": (2, 3), "0.up.weight": (4, 2)}
+
+
 def test_an_embedding_that_is_used_twice_stays_as_it_is():
     model = nn.ModuleDict({"first": nn.Linear(4, 4), "second": nn.Linear(4, 4)})
     model["second"].weight = model["first"].weight
