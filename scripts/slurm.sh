@@ -23,7 +23,8 @@ srun --kill-on-bad-exit=1 bash -c '
 run=$!
 
 ends=no
-trap 'ends=yes; kill -TERM "$run"' USR1
+# scancel sends the signal to the tasks. srun would kill them if it got it.
+trap 'ends=yes; scancel --signal=TERM "$SLURM_JOB_ID"' USR1
 status=0
 wait "$run" || status=$?
 if [ "$ends" = yes ]; then

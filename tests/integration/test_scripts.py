@@ -58,9 +58,17 @@ def test_a_slurm_job_that_fails_is_not_queued_again(stand_ins):
 
 
 def test_a_slurm_job_whose_time_ends_stops_and_is_queued_again(stand_ins):
-    srun = "trap 'echo stopped; exit 130' TERM; kill -USR1 $PPID; for _ in {1..600}; do sleep 0.1; done"
-    result = command("bash", SCRIPTS / "slurm.sh", env=stand_ins(**SLURM | {"srun": srun}) | ENVIRONMENT)
-    assert (result.returncode, result.stdout) == (0, "stopped\nscontrol requeue 42\n")
+    """A signal for srun kills its tasks, instead of reaching them."""
+    srun = """echo $$ > "$0.pid"
+trap 'echo killed; exit 137' TERM  # of srun
+trap 'echo stopped; exit 130' USR2  # of the tasks
+kill -USR1 $PPID
+for _ in {1..600}; do sleep 0.1; done"""
+    scancel = 'echo "scancel $*"; kill -USR2 "$(cat "${0%scancel}srun.pid")"'
+    environment = stand_ins(**SLURM | {"srun": srun, "scancel": scancel}) | ENVIRONMENT
+    result = command("bash", SCRIPTS / "slurm.sh", env=environment)
+    told = ["scancel --signal=TERM 42", "stopped", "scontrol requeue 42"]
+    assert (result.returncode, result.stdout.splitlines()) == (0, told)
 
 
 @pytest.mark.parametrize("arguments", [[], ["a b"]])
