@@ -26,6 +26,11 @@ from utils.distributed.processes import agree_on_config, decided, difference, do
         ([{"a": "x"}, {}], "a: 'x' on rank 0, None on rank 1"),
         # Equal for Python, but not the same configuration.
         ([{"a": 1}, {"a": True}], "a: 1 on rank 0, True on rank 1"),
+        # Of long values, where they differ.
+        (
+            [{"a": "x" * 200 + "y"}, {"a": "x" * 200 + "z"}],
+            f"a: ...{'x' * 50}y' on rank 0, ...{'x' * 50}z' on rank 1",
+        ),
     ],
 )
 def test_differences_are_named_with_their_ranks(statements, expected):
