@@ -101,9 +101,9 @@ def nesterov(phi: Vector, d: Vector, v: Vector, lr: float, momentum: float) -> t
     return phi - lr * (d + momentum * v), v
 
 
-def local_sgd(problem: Problem, sgd: bool = True) -> History:
+def local_sgd(problem: Problem) -> History:
     """phi <- mean_i theta_i (arXiv 1805.09767)."""
-    history, workers, phi = [], Workers(problem, sgd), problem.start
+    history, workers, phi = [], Workers(problem, sgd=True), problem.start
     for t in range(problem.rounds):
         phi = problem.mean(workers.round(t, [phi] * problem.workers))
         history.append((phi, [phi] * problem.workers))
