@@ -214,6 +214,11 @@ SPEEDS = TOKENS | {"node_speeds": [1, 1, 0.5, 0.25]}
         (FIXED | {"batch_schedule": "sesaw", "max_tokens": 10**6, "number_of_outer_steps": None}, ["batch_schedule"]),
         (FIXED | {"batch_schedule": "1M:16", "max_tokens": 10**6, "number_of_outer_steps": None}, ["batch_schedule"]),
         (FIXED | {"batch_schedule": "seesaw"}, ["batch_schedule"]),
+        (
+            FIXED
+            | {"batch_schedule": "seesaw", "learning_rate_schedule": "cosine", "minimum_learning_rate_ratio": 0.5},
+            ["minimum_learning_rate_ratio"],
+        ),
         (FIXED | {"batch_schedule": [[0, 8]], "INITIAL_BATCH_SIZE": 4}, ["batch_schedule"]),
         (
             {"smallest_worker_batch": 5, "statistics_estimator": "across_workers", "INITIAL_BATCH_SIZE": 9},

@@ -509,6 +509,11 @@ class Batch(Section):
             found.append(f"batch_schedule: needs sampling_method none, got {self.sampling_method}")
         if self.batch_schedule == "seesaw" and self.learning_rate_schedule == "constant":
             found.append("batch_schedule: seesaw needs a learning_rate_schedule that falls, got constant")
+        elif self.batch_schedule == "seesaw" and self.minimum_learning_rate_ratio >= 0.5:
+            found.append(
+                f"minimum_learning_rate_ratio: must be below 0.5 with batch_schedule seesaw, which doubles the batch "
+                f"where the learning rate has halved, got {self.minimum_learning_rate_ratio}"
+            )
         if self.batch_schedule in NAMED_SCHEDULES:
             return found
         pairs = self.batch_schedule
