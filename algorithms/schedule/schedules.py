@@ -133,7 +133,7 @@ def token_thresholds(text: str, run_tokens: int) -> list[tuple[float, float]]:
         ValueError: the text has another form.
     """
     pairs = []
-    for part in text.split():
+    for part in text.split() or [text]:
         match = _THRESHOLD.fullmatch(part)
         if match is None:
             raise ValueError(f"{part!r} is no TOKENS:BATCH")

@@ -19,7 +19,7 @@ def test_thresholds_in_tokens_become_shares_of_the_run():
     assert token_thresholds("0:768 1.5B:1536", 6_000_000_000) == [(0.0, 768.0), (0.25, 1536.0)]
     ((_, _), (share, _)) = token_thresholds("0:16 16.1k:32", 30_000)
     assert share == 16_100 / 30_000  # 16.1 * 1e3 is a little more
-    for bad in ("16", "0:16,1M:32", "1m:32", "-1:16", "1M:6.5"):
+    for bad in ("16", " ", "0:16,1M:32", "1m:32", "-1:16", "1M:6.5"):
         with pytest.raises(ValueError, match="TOKENS:BATCH"):
             token_thresholds(bad, 2_000_000)
 
