@@ -189,10 +189,10 @@ def rounds_ahead(
     most_workers: that a trainer has work for.
     """
 
+    request = int(min(most_workers, nodes))
+
     def distribution(living: Collection[int], present: Mapping[int, Sequence[int]]) -> dict[int, tuple[int, ...]]:
-        if math.isinf(most_workers):
-            return distribute_nodes(dict.fromkeys(living, 1), range(nodes), present)
-        return distribute_nodes(dict.fromkeys(living, int(most_workers)), range(nodes), present, smallest_batch=1)
+        return distribute_nodes(dict.fromkeys(living, request), range(nodes), present, smallest_batch=1)
 
     joining: list[Exchange] = []
     nodes_of = distribution(range(trainers), {})
