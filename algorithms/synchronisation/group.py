@@ -236,7 +236,7 @@ class Group:
         sending = present if senders is None else present.intersection(senders)
         everybody = range(len(self.weights))
         recipients: list[set[int]] = [set() for _ in everybody]
-        for worker in everybody if senders is None else sending:
+        for worker in sending:
             # Workers that rest receive as well, as their processes make the same outer step; that is not counted.
             recipients[worker] = set(everybody if to is None else to(worker)) - {worker}
         if through == "server":
