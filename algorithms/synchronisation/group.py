@@ -28,7 +28,8 @@ class LocalWorker:
         parameters: its current parameters, flat [n]. Unless it keeps a replica they live in a buffer that the next
             worker overwrites, and may be overwritten.
         start: the parameters it began the round with. With an anchor this is the anchor: writing to it sets the next
-            start. With shared parameters it is the trainer's tensor, on the trainer's device.
+            start. With shared parameters it is the trainer's tensor, on the trainer's device. With a replica it is
+            `parameters` itself.
         gradient: of the inner step, flat [n], if the method exchanges gradients.
     """
 
