@@ -32,7 +32,7 @@ from fabrics.models.initialisation import initial_model
 from fabrics.training.flat_model import FlatModel
 from gradient_analysis.gradients import BatchGradient, Gradients, draw_batches, requests
 from training_logs.log_processor import ANALYSIS_SUMMARY
-from training_logs.showing.run_data import RunFolderError, read_run
+from training_logs.showing.run_data import RunFolderError, damage_reported, read_run
 from training_logs.showing.styles import colour, make_figure
 from utils.config.reading import load_config, problem_lines, read_mapping, yaml_value
 from utils.config.resume import check_plugins_of_run
@@ -167,10 +167,11 @@ def last_request(model: Path) -> int | None:
         return None
     try:
         data = read_run(run)
-        best = data.summary.get("best_model")
-        if best is None or (run / best).resolve() != model.resolve():
-            return None
-        return int(data.by_trainer[data.summary["best_trainer"]]["next_requested_batch"][-1])
+        with damage_reported(run):
+            best = data.summary.get("best_model")
+            if best is None or (run / best).resolve() != model.resolve():
+                return None
+            return int(data.by_trainer[data.summary["best_trainer"]]["next_requested_batch"][-1])
     except RunFolderError:
         return None
 

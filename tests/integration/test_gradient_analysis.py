@@ -25,6 +25,7 @@ from gradient_analysis import gradient_analysis
 from gradient_analysis.gradient_analysis import (
     AnalysisConfig,
     analyse,
+    last_request,
     parse_analysis_config,
     resolve_model,
 )
@@ -241,6 +242,16 @@ def test_the_script_writes_figures_tables_and_a_summary(analysed):
     last = {row["trainer_id"]: row["next_requested_batch"] for row in rows_of(report / "training_log.csv")}
     assert (summary["test"], str(summary["request_of_run"])) == ("norm_test, debias", last[best.split("_")[-1]])
     assert f"the run itself requests {last[best.split('_')[-1]]} at its end" in printed
+
+
+def test_a_run_without_its_round_log_has_no_last_request(analysed, tmp_path):
+    run, _, _ = analysed
+    copy = tmp_path / "run"
+    shutil.copytree(run, copy)
+    best = json.loads((copy / "model_training_report" / "summary.json").read_text())["best_model"]
+    assert last_request(copy / best) is not None
+    (copy / "model_training_report" / "training_log.csv").unlink()
+    assert last_request(copy / best) is None
 
 
 def test_bert_is_analysed(tmp_path, cache_dir, monkeypatch, capsys):
