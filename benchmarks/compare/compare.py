@@ -70,7 +70,9 @@ def carry_out(path: Path, runner: Runner | None, folder: Path) -> dict[str, Any]
             raise ComparisonError(f"runs are missing: {', '.join(dict.fromkeys(run.method for run in missing))}")
         runner.make(missing, path.stem)
     outcomes = []
-    common = {key: raw[key] for key in ("metric", "parameters", "versions") if key in raw}
+    common = {}
+    if any(run.id in known and known[run.id]["completed"] for run in runs):
+        common = {key: raw[key] for key in ("metric", "parameters", "versions") if key in raw}
     for run in runs:
         found = known.get(run.id)
         if found is None:

@@ -186,6 +186,16 @@ def test_only_missing_outcomes_are_made_and_only_of_the_same_data(tmp_path):
         carry_out(path, SyntheticRunner("b"), tmp_path)
 
 
+def test_a_comparison_of_which_no_outcome_is_left_has_the_metric_of_its_new_runs(tmp_path):
+    path = small_comparison(tmp_path)
+    recorded = carry_out(path, SyntheticRunner("a"), tmp_path)
+    recorded["metric"] = {"name": "accuracy", "higher_is_better": True, "decimals": 4}
+    (tmp_path / "small.json").write_text(json.dumps(recorded))
+    assert carry_out(path, None, tmp_path)["metric"]["name"] == "accuracy"
+    other = small_comparison(tmp_path, seeds=[7])
+    assert carry_out(other, SyntheticRunner("b"), tmp_path)["metric"]["name"] == "perplexity"
+
+
 # Runs
 
 
