@@ -161,6 +161,14 @@ def test_a_tracker_that_fails_or_hangs_is_a_warning(tmp_path, monkeypatch, sourc
     assert f"python -m training_logs.log_processor {tmp_path} --tracker Slow sends" in warning
 
 
+def test_a_tracker_whose_run_folder_is_lost_is_a_warning(tmp_path, monkeypatch):
+    monkeypatch.setattr(tracker, "_command", lambda *arguments: [sys.executable, "-c", "raise SystemExit(2)"])
+    (tmp_path / "run").mkdir()
+    lost = TrackerProcess("Lost", tmp_path / "run", "online", True)
+    shutil.rmtree(tmp_path / "run")
+    assert lost.finish(60.0).startswith("Lost failed (status 2;")
+
+
 def test_trackers_that_hang_are_waited_for_together(tmp_path, monkeypatch):
     monkeypatch.setattr(tracker, "_command", lambda *arguments: [sys.executable, "-c", "import time; time.sleep(600)"])
     slow = [TrackerProcess(name, tmp_path, "online", True) for name in ("one", "two", "three")]

@@ -5,6 +5,7 @@ own, while the run trains or afterwards, and tells the tracker what it finds. So
 and whatever did not arrive can be sent again from the folder.
 """
 
+import contextlib
 import hashlib
 import importlib
 import importlib.util
@@ -171,7 +172,9 @@ class TrackerProcess:
             return f"{self._name} is too slow; {self._again} sends what did not arrive"
         if status == 0:
             return None
-        lines = self._log.read_text(encoding="utf-8", errors="replace").split("\n")
+        lines: list[str] = []
+        with contextlib.suppress(OSError):  # the run folder is lost
+            lines = self._log.read_text(encoding="utf-8", errors="replace").split("\n")
         reason = next((line for line in reversed(lines) if line.strip()), f"status {status}")
         return f"{self._name} failed ({reason}; see {self._log}); {self._again} sends what did not arrive"
 
