@@ -14,7 +14,7 @@ from statistics import NormalDist
 import numpy as np
 from scipy.optimize import minimize_scalar
 
-from training_logs.showing.run_data import RunData, RunFolderError, read_run
+from training_logs.showing.run_data import RunData, RunFolderError, damage_reported, read_run
 from utils.config.schema import BUDGETS
 
 MINIMUM_ROUNDS = 4
@@ -24,7 +24,7 @@ DRIFT = 0.25
 FARTHEST = 10_000.0
 
 
-class NoLawError(ValueError):
+class NoLawError(Exception):
     """The run follows no law, or is too short to fit one."""
 
 
@@ -239,8 +239,9 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error("--share must be above 0 and at most 1")
     try:
         run = read_run(options.run)
-        found = fit(run, options.share)
-        examples = run.rounds["examples"][-1]
+        with damage_reported(options.run):
+            found = fit(run, options.share)
+            examples = run.rounds["examples"][-1]
         factors = (2, 4, 10) if options.share == 1.0 else (1,)
         print("\n".join(found.sentences(options.examples or [factor * examples for factor in factors])))
         if options.share < 1.0:

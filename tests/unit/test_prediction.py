@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -259,6 +260,15 @@ def test_the_command_states_no_error_of_a_run_without_communications(monkeypatch
     monkeypatch.setattr("training_logs.prediction.read_run", lambda folder: made_run([16] * 8, nodes=1))
     assert main(["alone", "--share", "0.5"]) == 0
     assert capsys.readouterr().out.endswith("measured at 2,560 examples: 0 communications\n")
+
+
+def test_a_damaged_round_log_is_one_line(run, capsys, tmp_path):
+    damaged = tmp_path / "run"
+    shutil.copytree(run.folder, damaged)
+    (damaged / "model_training_report" / "training_log.csv").write_text("outer_step,trainer_id\r\n1,0\r\n")
+    assert main([str(damaged)]) == 2
+    (error,) = capsys.readouterr().err.splitlines()
+    assert error.startswith(f"error: {damaged}: not a run folder, or damaged: ")
 
 
 def test_the_command_says_why_a_run_cannot_be_predicted(monkeypatch, capsys):
