@@ -110,8 +110,8 @@ def main(arguments: list[str] | None = None) -> None:
     except ValueError as error:
         parser.error(f"--link: {error}")
     for name in ("nodes", "speed", "seconds", "parameters", "noise_scale"):
-        if getattr(options, name) <= 0:
-            parser.error(f"--{name.replace('_', '-')}: must be positive, got {getattr(options, name)}")
+        if not 0 < getattr(options, name) < math.inf:
+            parser.error(f"--{name.replace('_', '-')}: must be positive and finite, got {getattr(options, name)}")
     situation = Situation(options.nodes, options.speed, link, options.seconds, options.parameters, options.noise_scale)
     plans = situation.best_of_each_kind()
     if not plans:

@@ -43,10 +43,10 @@ def test_numbers_without_a_plan_are_refused(capsys):
     given = {"--nodes": "4", "--speed": "350", "--link": "10Mb/s,1ms", "--seconds": "0.01"}
     main([word for option in given.items() for word in option])
     assert capsys.readouterr().out == "no plan makes a step in this time\n"
-    for option in ("--nodes", "--speed", "--seconds"):
+    for option, value in (("--nodes", "0"), ("--speed", "nan"), ("--seconds", "inf")):
         with pytest.raises(SystemExit):
-            main([word for each in (given | {option: "0"}).items() for word in each])
-        assert f"{option}: must be positive, got 0" in capsys.readouterr().err
+            main([word for each in (given | {option: value}).items() for word in each])
+        assert f"{option}: must be positive and finite, got {value}" in capsys.readouterr().err
 
 
 def test_the_formula_predicts_the_recorded_plans():
