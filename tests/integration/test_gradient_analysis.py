@@ -7,6 +7,7 @@ import math
 import shutil
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -37,7 +38,7 @@ from gradient_analysis.gradients import (
 from tests.support.helpers import CPU, in_one_type, padded, separable_texts, tiny_bert, tiny_llama
 from tests.support.runs import error_lines, record_run, rows_of
 from training_logs.trackers.tracker import send_folder
-from utils.config.schema import ConfigError
+from utils.config.schema import Config, ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -309,6 +310,13 @@ def test_wrong_input_is_one_error_line(overrides, message, capsys, tmp_path, mon
     (error,) = error_lines(capsys)
     assert message in error
     assert not (tmp_path / "out").exists()
+
+
+def test_a_part_of_one_example_is_refused(monkeypatch):
+    monkeypatch.setattr(gradient_analysis, "load_data", lambda training: SimpleNamespace(validation=["one"]))
+    asked = AnalysisConfig(part="validation", sample_size=None, batch_size=1)
+    with pytest.raises(ConfigError, match=r"at least 2; the validation part has 1 example$"):
+        gradient_analysis._load(asked, Config(), CPU)
 
 
 def test_warnings_about_the_training_configuration_are_printed(capsys, tmp_path, monkeypatch):
