@@ -76,6 +76,8 @@ def parse_analysis_config(path: Path, overrides: Sequence[str]) -> AnalysisConfi
         return TypeAdapter(AnalysisConfig).validate_python(values)
     except yaml.YAMLError:
         raise ConfigError(f"{key}: value is not valid YAML: {text}") from None
+    except UnicodeEncodeError:
+        raise ConfigError(f"{key}: must be UTF-8 text, got {text!a}") from None
     except ValidationError as error:
         names = [field.name for field in dataclasses.fields(AnalysisConfig)]
         raise ConfigError(problem_lines(error, values, names)) from None

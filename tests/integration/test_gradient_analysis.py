@@ -407,6 +407,7 @@ def test_the_shipped_configuration_is_the_defaults():
         (b"seed: \xff", [], "not UTF-8"),
         (b"1: 2", [], "^1: Keys should be strings"),
         (b"seed: 1", ["eta=[1"], r"^eta: value is not valid YAML: \[1$"),
+        (b"seed: 1", ["model=\udcff"], r"^model: must be UTF-8 text, got '.udcff'$"),
     ],
 )
 def test_a_file_that_is_no_analysis_configuration_is_an_error(tmp_path, text, overrides, expected):
