@@ -18,7 +18,7 @@ import numpy as np
 import torch
 import yaml
 from matplotlib.figure import Figure
-from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import ConfigDict, Field, NonNegativeInt, PositiveInt, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 from transformers.utils.logging import disable_progress_bar
 
@@ -43,7 +43,6 @@ from utils.progress import progress_bar, shows_progress
 from utils.text import counted
 
 HERE = Path(__file__).resolve().parent
-PositiveInt = Annotated[int, Field(gt=0)]
 
 
 @dataclass(frozen=True, config=ConfigDict(extra="forbid"))
@@ -56,7 +55,7 @@ class AnalysisConfig:
     sample_size: Annotated[int, Field(ge=2)] | None = 512
     batch_size: PositiveInt = 8
     micro_batch: PositiveInt = 16
-    seed: Annotated[int, Field(ge=0)] = 42
+    seed: NonNegativeInt = 42
     device: str | None = None
     cpu_threads: PositiveInt | None = None
     output_dir: str = "gradient_plots"
