@@ -246,6 +246,14 @@ def test_a_run_folder_cannot_make_the_run_write_elsewhere(stopped, tmp_path, cap
     assert f"error: {reports}: is a link" in capsys.readouterr().err
 
 
+def test_links_within_a_run_folder_are_no_obstacle(stopped):
+    """W&B makes them, in its own folder."""
+    store = stopped / "wandb" / "wandb"
+    (store / "offline-run-1").mkdir(parents=True)
+    (store / "latest-run").symlink_to("offline-run-1")
+    resumed_config(stopped, [], False, CHECKS)
+
+
 def test_which_changes_need_force():
     def config(**values):
         return parse_config({"number_of_outer_steps": 3} | values)[0]

@@ -1,6 +1,7 @@
 """The configuration of a resumed run, compared with the one that the run began with."""
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -73,8 +74,10 @@ def resumed_config(
     given: the configuration that begins or continues the run (--resume auto); None: that of the run folder.
     """
     path = folder / "config.yaml"
+    own = os.path.realpath(folder)
     for file in folder.rglob("*"):
-        if file.is_symlink():  # in a folder of somebody else's it could let the run write to any file of the user
+        # In a folder of somebody else's it could let the run write to any file of the user. W&B makes links within it.
+        if file.is_symlink() and not Path(os.path.realpath(file)).is_relative_to(own):
             raise ConfigError(f"{file}: is a link to {file.readlink()}; a run continues files of its own only")
     if not folder.exists():
         raise ConfigError(
