@@ -64,8 +64,10 @@ def check_statistics(config: Config, nodes: Sequence[Node], smallest_subset: int
     check_inner_products(config, participants)
     smallest_batch = min(node.max_batch for node in nodes)
     if config.compares_devices:
+        workers = -(-len(nodes) // trainers)  # the most of a trainer
         if config.smallest_worker_batch is not None:
-            workers = 1
+            workers = max(1, min(workers, config.INITIAL_BATCH_SIZE // config.smallest_worker_batch))
+        workers = participant_count(config.participants, workers)
         if config.INITIAL_BATCH_SIZE <= workers or smallest_batch < 2:
             raise ConfigError(
                 f"statistics_estimator: across_devices needs two examples of a micro-batch in every worker from the "

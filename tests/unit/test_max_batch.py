@@ -12,8 +12,10 @@ from cluster import Cluster
 from fabrics.data.examples import PackedSequences
 from fabrics.pool import max_batch
 from fabrics.pool.max_batch import calculate_max_batch, find_max_batch
+from fabrics.pool.run_checks import check_statistics
 from fabrics.training.flat_model import FlatModel
 from fabrics.training.inner_loop import backward
+from fabrics.training.worker import Node
 from tests.support.helpers import (
     CPU,
     TINY_ARCHITECTURE,
@@ -116,6 +118,25 @@ def test_a_model_that_does_not_fit_names_the_keys():
 def test_statistics_that_could_never_be_taken_are_refused(settings, key):
     with pytest.raises(ConfigError, match=f"^{key}"):
         tiny_cluster(**settings)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "trainers", "values", "most_workers"),
+    [
+        (4, 1, {}, 4),
+        (3, 2, {}, 2),
+        (1, 2, {}, 1),
+        (4, 1, {"participants": 0.5}, 2),
+        (4, 1, {"smallest_worker_batch": 1}, 4),
+        (4, 1, {"smallest_worker_batch": 2}, 1),
+    ],
+)
+def test_devices_are_compared_if_every_worker_begins_with_two_examples(nodes, trainers, values, most_workers):
+    values |= {"number_of_initial_trainers": trainers, "statistics_estimator": "across_devices"}
+    pool = [Node(number, CPU, 64) for number in range(nodes)]
+    check_statistics(make_config(**values, INITIAL_BATCH_SIZE=most_workers + 1), pool, 64)
+    with pytest.raises(ConfigError, match=f"^statistics_estimator: .* INITIAL_BATCH_SIZE {most_workers} "):
+        check_statistics(make_config(**values, INITIAL_BATCH_SIZE=most_workers), pool, 64)
 
 
 @pytest.mark.parametrize(("method", "expected"), [("norm_test", "probed"), ("none", "plain")])
