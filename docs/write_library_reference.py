@@ -13,7 +13,8 @@ PAGE = Path(__file__).resolve().parent / "library_reference.md"
 
 def entry(name: str, described: object, level: int) -> str:
     """Return the heading, signature and docstring of a class or function."""
-    signature = "" if isinstance(described, property) else str(inspect.signature(described)).replace("self, ", "")
+    signature = "" if isinstance(described, property) else str(inspect.signature(described))
+    signature = signature.replace("(self, ", "(").replace("(self)", "()")
     text = inspect.getdoc(described)
     return f"{'#' * level} {name}\n\n```\n{name}{signature}\n\n{text}\n```\n"
 
