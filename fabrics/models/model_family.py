@@ -61,6 +61,8 @@ def architecture_values(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _number(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _number(entry) for key, entry in value.items()}
     return float(value) if isinstance(value, str) and _EXPONENT.fullmatch(value) else value
 
 

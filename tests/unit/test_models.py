@@ -58,6 +58,12 @@ def test_microllama_has_the_published_architecture(tokenizer):
     assert sum(p.numel() for p in model.parameters()) == 304_636_928
 
 
+def test_numbers_with_an_exponent_are_numbers_in_nested_values_too():
+    rope = {"rope_type": "default", "rope_theta": "1e6"}  # as YAML 1.1 reads them
+    model, _ = meta_model(make_config(model_config={"preset": "demo", "rms_norm_eps": "1e-6", "rope_parameters": rope}))
+    assert (model.config.rms_norm_eps, model.config.rope_parameters["rope_theta"]) == (1e-6, 1e6)
+
+
 def test_demo_models_are_small_and_have_the_tokenizers_vocabulary(tokenizer):
     for model_type in ("microllama", "bert"):
         model = build_model(model_type, {"preset": "demo"}, tokenizer, 128, 0)
