@@ -81,12 +81,12 @@ def train(
         TrainingError: training stopped with an error. What was trained so far is in the run folder.
     """
     from training_logs.showing.run_data import read_table
-    from utils.config.schema import ConfigError
+    from utils.config.schema import ConfigError, plain
 
     if started_by_others():
         raise ConfigError("processes: train() is a single process; torchrun starts run.py")
     started = time.perf_counter()
-    words = [f"{key}={json.dumps(value, default=str, ensure_ascii=False)}" for key, value in overrides.items()]
+    words = [f"{key}={json.dumps(plain(value), default=str, ensure_ascii=False)}" for key, value in overrides.items()]
     options = argparse.Namespace(config=config, overrides=words, resume=resume and str(resume), force=force)
     with _unchanged_program(), prepared_run(options, started) as (cluster, recorder, folder):
         _, error = train_and_record(cluster, recorder, folder)

@@ -12,6 +12,7 @@ import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -114,7 +115,8 @@ def test_a_run_leaves_the_deterministic_mode_of_the_program():
 def test_train_takes_a_mapping_a_config_and_a_run_to_resume(finished, tmp_path, cache_dir):
     short = yaml.safe_load(write_config(tmp_path, cache_dir).read_text()) | {"number_of_outer_steps": 1}
     torch.set_num_threads(2)
-    first = train(short, cpu_threads=1)
+    architecture = {"preset": "demo", "hidden_size": np.int64(64)}
+    first = train(short, cpu_threads=1, model_config=architecture)
     assert torch.get_num_threads() == 2
     torch.set_num_threads(1)
     assert first.summary["outer_steps"] == 1

@@ -66,12 +66,12 @@ def _on_and_off_are_words(value):
     return ("on" if value else "off") if isinstance(value, bool) else value  # YAML reads them as true and false
 
 
-def _plain(value):
+def plain(value):
     """Return a value of a script in the types of YAML, so that a written configuration reads back equal."""
     if isinstance(value, Mapping):
-        return {key: _plain(entry) for key, entry in value.items()}
+        return {key: plain(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(entry) for entry in value]
+        return [plain(entry) for entry in value]
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     return value.item() if hasattr(value, "item") else value  # a number of NumPy
@@ -95,7 +95,7 @@ Name = Annotated[str, Field(min_length=1)]
 # Made absolute, so that the configuration in a run folder means the same in every working directory.
 File = Annotated[str, Field(min_length=1), AfterValidator(os.path.abspath)]
 
-Settings = Annotated[dict[str, Any], AfterValidator(_plain)]
+Settings = Annotated[dict[str, Any], AfterValidator(plain)]
 
 
 def key(default, meaning: str, *, changes_training: bool = True):
