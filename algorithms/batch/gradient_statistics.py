@@ -30,7 +30,7 @@ SKETCH_SIZE^(1/2), is small beside that of noise in d dimensions, ||g||^2 / d^(1
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -39,6 +39,14 @@ from algorithms.flat import inner_product
 
 # With fewer workers there are too few products between sketches to know their error.
 MINIMUM_WORKERS = 4
+
+
+def sum_or_nan(values: Iterable[float]) -> float:
+    """Return math.fsum of the values; NaN if they have infinities of both signs, for which it raises ValueError."""
+    try:
+        return math.fsum(values)
+    except ValueError:
+        return math.nan
 
 
 @dataclass(frozen=True)
@@ -221,7 +229,7 @@ class StatisticsSums:
         """
         examples = sum(s.examples for s in samples)
         pairs = math.fsum(s.pairs for s in samples)
-        squared_norm = math.fsum(s.pairs * s.squared_norm for s in samples)
+        squared_norm = sum_or_nan(s.pairs * s.squared_norm for s in samples)
         error = math.sqrt(math.fsum((s.pairs * s.squared_norm_error) ** 2 for s in samples))
         if between is not None:
             pairs += between.pairs
@@ -230,7 +238,7 @@ class StatisticsSums:
         known = [s for s in samples if math.isfinite(s.inner_product_variance) and math.isfinite(s.overlap)]
 
         def added(past: float, values: Sequence[float]) -> float:
-            return decay * past + math.fsum(values)
+            return decay * past + sum_or_nan(values)
 
         return StatisticsSums(
             examples=examples,
@@ -341,7 +349,7 @@ def across_workers_estimate(moments: Sequence[GradientMoments], batches: Sequenc
     else:
         # The jackknife of the module docstring, with workers for examples.
         others = [(product - own) / (b * (total - b)) for b, own, product in both]
-        center = math.fsum(b * e for b, e in zip(batches, others, strict=True)) / total
+        center = sum_or_nan(b * e for b, e in zip(batches, others, strict=True)) / total
         scatter = math.fsum(b * (e - center) ** 2 for b, e in zip(batches, others, strict=True)) / total
         error = 2.0 * math.sqrt((workers - 1) * scatter) / (workers - 2)
         inner_product_variance = total * scatter * (workers - 1) / (workers - 2) ** 2

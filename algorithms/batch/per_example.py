@@ -23,7 +23,7 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
-from algorithms.batch.gradient_statistics import Comparison, SampleEstimate, sample_estimate
+from algorithms.batch.gradient_statistics import Comparison, SampleEstimate, sample_estimate, sum_or_nan
 from algorithms.registry import Registry
 
 
@@ -384,7 +384,7 @@ def step_estimate(probes: Sequence[PerExampleProbe]) -> SampleEstimate:
         squared_norm = next(numbers)
         if index == 0:  # the shares have sum <P_i, g> = ||g||^2; by Cauchy-Schwarz rounding is relative to the bound
             bound = math.sqrt(n * math.fsum(raw[:n]) * squared_norm)
-            if abs(math.fsum(products) - squared_norm) > 0.05 * bound:
+            if abs(sum_or_nan(products) - squared_norm) > 0.05 * bound:
                 raise UnsupportedModuleError(
                     "the per-example gradients do not add up to the batch gradient. Either a parameter is used outside "
                     "the module that owns it, or an example's loss depends on another example"

@@ -98,8 +98,9 @@ def test_statistics_that_are_not_finite_are_forgotten_with_a_warning(bad):
     own = control(smoothing=0.9)
     conclude(own, sample(2.0, 1.0))
     before = own.state_dict()
-    _, warning = conclude(own, sample(bad, 1.0))
-    assert "zero or not finite" in warning
+    for samples in ([sample(bad, 1.0)], [sample(bad, 1.0), sample(-bad, 1.0)]):
+        _, warning = conclude(own, *samples)
+        assert "zero or not finite" in warning
     assert own.state_dict() == before
 
 

@@ -113,6 +113,11 @@ def test_the_error_between_workers_is_at_least_the_variance(batches):
     assert squared >= np.var([one.squared_norm for one in found])
 
 
+def test_a_gradient_that_overflows_tells_nothing():
+    """Its products with the other workers' gradients are infinite, of both signs."""
+    assert not math.isfinite(across(np.array([[math.inf], [1.0], [-1.0]]), (1, 1, 1)).variance)
+
+
 def test_inner_products_by_chunks_lose_nothing():
     """torch.dot takes no more than 2^31 - 1 elements: chunks of 7 of 100 stand for those of a large model."""
     a, b = torch.randn(2, 100, generator=torch.Generator().manual_seed(0))

@@ -294,6 +294,15 @@ def test_an_accumulated_step_is_one_sample(sizes):
     assert found.overlap == pytest.approx(early - (n - 2) * inner, rel=1e-8)
 
 
+def test_gradients_that_overflow_tell_nothing():
+    """The inner products are infinite, of both signs."""
+    model, rows = nn.Linear(2, 1, bias=False), torch.tensor([[1e20], [1e20], [-1e20]]).expand(3, 2)
+    with PerExampleProbe(model, batch_size=3) as probe:
+        model(rows).sum().backward()
+    assert set(probe.inner_products.tolist()) == {math.inf, -math.inf}
+    assert not math.isfinite(step_estimate([probe]).squared_norm)
+
+
 def test_squared_norms_without_products_are_the_same():
     ids = torch.randint(0, VOCABULARY, (4, 6), generator=torch.Generator().manual_seed(0))
     probes = []
