@@ -579,13 +579,16 @@ class Worker:
     def _conclude_round(self) -> None:
         """Count what was sent, and ask the batch test for the next request."""
         current = self._round
-        own = WorkerRound(self.index, current.plan, [], [], current.samples, 0.0, self._config.max_batch_size)
-        measurement = current.measurement
-        compared = compare_workers(self._group_links(), measurement, {self.index: own}, {self.index: current.vector})
-        sent = measurement.sent_bytes(self.workers, self._model.parameter_count, self._model.parameters.dtype)
-        self.bytes_communicated += sent
-        records = dict(enumerate(self._gather(compared[self.index])))
-        samples, between, warning = samples_for_test(self._config, records)
+        samples, between, warning = [], None, None
+        if self._control.measures(self.rounds + 1):
+            own = WorkerRound(self.index, current.plan, [], [], current.samples, 0.0, self._config.max_batch_size)
+            measurement = current.measurement
+            vectors = {self.index: current.vector}
+            compared = compare_workers(self._group_links(), measurement, {self.index: own}, vectors)
+            sent = measurement.sent_bytes(self.workers, self._model.parameter_count, self._model.parameters.dtype)
+            self.bytes_communicated += sent
+            records = dict(enumerate(self._gather(compared[self.index])))
+            samples, between, warning = samples_for_test(self._config, records)
         largest = self._config.max_requested_batch or self._examples
         _, problem = self._control.conclude(samples, between, current.batch, 0.0, largest)
         self.warning = warning or problem

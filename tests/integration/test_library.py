@@ -294,6 +294,14 @@ def test_a_loss_scaler_changes_nothing_where_nothing_overflows():
         Regression(method="Synchronous", scaler=torch.amp.GradScaler("cpu"))
 
 
+def test_a_lone_worker_warns_once_the_batch_test_begins():
+    loop = Regression(batch=dataclasses.replace(ADAPTIVE, first_round=2), statistics="across_workers")
+    loop.train(3)
+    assert loop.worker.warning is None
+    loop.train(6)
+    assert loop.worker.warning.startswith("across_workers needs two workers")
+
+
 def test_a_step_that_overflows_is_left_out():
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127)
     loop = Regression(batch=4, scaler=scaler)
