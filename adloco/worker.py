@@ -39,7 +39,7 @@ from fabrics.data.sampler import DataCursor, Subsets
 from fabrics.pool.run_checks import check_inner_products
 from fabrics.training.flat_model import FlatModel, shared_state_problem
 from fabrics.training.inner_loop import clip
-from fabrics.training.method_config import method_of
+from fabrics.training.method_config import check_method, method_of
 from fabrics.training.statistics import (
     Measurement,
     batch_control,
@@ -201,9 +201,10 @@ class Worker:
         self._gradients = self._model.views(self._model.gradient)
         with _naming_arguments():
             self._method = method_of(self._config, self._model)
+            check_method(self._config, self.workers)
             if self.workers > 1 or not self._config.compares_workers:  # a worker alone warns instead
                 check_inner_products(self._config, self.workers)
-        _check_method(self._method, method, optimizer, self._config, self.workers)
+        _check_method(self._method, method, optimizer, self._config)
         if probes_examples(self._config):
             _check_layers(self._model)
         exchanges_gradients = self._method.capabilities.exchanges_gradients
@@ -725,7 +726,7 @@ def _problems(config: Config) -> list[str]:
         method = method_of(config)
     except ConfigError as error:
         return error.problems
-    found = []
+    found = method.capabilities.problems(config.number_of_inner_steps_between_outers, None, None)
     if config.max_batch_size is None:  # `python run.py` measures it
         found.append("max_batch_size: must be a positive integer, got None")
     encodings = method.capabilities.encodings
@@ -798,7 +799,7 @@ def _check_layers(model: FlatModel) -> None:
         raise ValueError(f'statistics: {error.problem}; "across_workers" works, with two workers or more') from None
 
 
-def _check_method(method: Any, name: str, optimizer: torch.optim.Optimizer, config: Config, workers: int) -> None:
+def _check_method(method: Any, name: str, optimizer: torch.optim.Optimizer, config: Config) -> None:
     able = method.capabilities
     if able.needs_speeds:
         raise ValueError(f"method: {name} with these parameters needs the simulated speeds of `python run.py`")
@@ -808,5 +809,3 @@ def _check_method(method: Any, name: str, optimizer: torch.optim.Optimizer, conf
             raise ValueError(f"method: {name} needs torch.optim.SGD without momentum, with one group of parameters")
     if able.correction and config.gradient_clipping is not None:
         raise ValueError(f"method: {name} needs gradient_clipping=None")
-    if problems := able.problems(config.number_of_inner_steps_between_outers, workers, None):
-        raise ValueError(f"method: {'; '.join(problems)}")
