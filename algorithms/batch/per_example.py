@@ -209,6 +209,11 @@ class _Kept(torch.autograd.Function):
         return anchor.clone()
 
 
+def _first_input(args: tuple, kwargs: dict) -> torch.Tensor:
+    """Return a layer's input, which its caller may have given by name."""
+    return args[0] if args else next(iter(kwargs.values()))
+
+
 class PerExampleProbe:
     """A context in which one backward pass also yields the statistics of its examples.
 
@@ -275,9 +280,10 @@ class PerExampleProbe:
 
     def __enter__(self) -> "PerExampleProbe":
         for path, module in self._layers:
-            self._handles.append(module.register_forward_hook(self._forward_hook(path)))
+            self._handles.append(module.register_forward_hook(self._forward_hook(path), with_kwargs=True))
             if isinstance(module, nn.Embedding):
-                self._handles.append(module.register_forward_pre_hook(self._expand_shared_index))
+                hook = module.register_forward_pre_hook(self._expand_shared_index, with_kwargs=True)
+                self._handles.append(hook)
         self._watch_gradients()
         return self
 
@@ -291,22 +297,24 @@ class PerExampleProbe:
         self._handles.clear()
         self._uses.clear()
 
-    def _expand_shared_index(self, module: nn.Module, args: tuple):
+    def _expand_shared_index(self, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
         """Look up positions, [1, T] for the whole batch, for every example."""
-        if args[0].shape[0] == 1 and self.batch_size > 1:
-            return (args[0].expand(self.batch_size, *args[0].shape[1:]), *args[1:])
+        index = _first_input(args, kwargs)
+        if index.shape[0] == 1 and self.batch_size > 1:
+            return (index.expand(self.batch_size, *index.shape[1:]),), {}
         return None
 
     def _forward_hook(self, path: str):
-        def hook(module: nn.Module, args: tuple, output: torch.Tensor) -> None:
+        def hook(module: nn.Module, args: tuple, kwargs: dict, output: torch.Tensor) -> None:
             if not (torch.is_grad_enabled() and output.requires_grad):
                 return
-            if args[0].shape[0] != self.batch_size:
+            x = _first_input(args, kwargs)
+            if x.shape[0] != self.batch_size:
                 raise UnsupportedModuleError(
                     f"per-example statistics need the batch of {self.batch_size} examples as first dimension "
-                    f"of every input, but '{path}' got {tuple(args[0].shape)}"
+                    f"of every input, but '{path}' got {tuple(x.shape)}"
                 )
-            kept = _Kept.apply(self._anchor, args[0].detach())  # before PyTorch 2.13 its node does not live without it
+            kept = _Kept.apply(self._anchor, x.detach())  # before PyTorch 2.13 its node does not live without it
             output.register_hook(lambda delta: self._on_output_gradient(module, *kept.grad_fn.saved_tensors, delta))
 
         return hook

@@ -194,6 +194,24 @@ def test_a_module_called_twice_counts_both_calls():
     assert statistics_of(probe).variance == pytest.approx(gradients.var(0, ddof=1).sum(), rel=1e-12)
 
 
+def test_layers_may_get_their_input_by_name():
+    class Named(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.positions = nn.Embedding(3, 5, dtype=torch.float64)
+            self.inner = nn.Linear(5, 2, dtype=torch.float64)
+
+        def forward(self, x):
+            return self.inner(input=x + self.positions(input=torch.arange(3).unsqueeze(0)))
+
+    torch.manual_seed(0)
+    model, x = Named(), torch.randn(6, 3, 5, dtype=torch.float64)
+    gradients = gradients_of(model, x)
+    with PerExampleProbe(model, batch_size=6) as probe:
+        model(x).square().sum((1, 2)).mean().backward()
+    assert statistics_of(probe).variance == pytest.approx(gradients.var(0, ddof=1).sum(), rel=1e-12)
+
+
 # Modules that are not supported
 
 
