@@ -530,9 +530,8 @@ class Worker:
             events=self._events,
         )
         own = self._model.parameters.data
-        start = {"shared": self._shared["parameters"], "replica": own}.get(self._method.keeps)
+        start = self._state.get(COPY, self._shared["parameters"])
         gradient = self._model.gradient if self._method.capabilities.exchanges_gradients else None
-        start = self._state[COPY] if start is None else start
         group.local_workers = [LocalWorker(self.index, own, start, gradient, self._state)]
         return group
 
@@ -556,7 +555,7 @@ class Worker:
         incoming.add(local, method.message(local, group))
         method.apply(group, incoming.result())
         self._model.gradient.zero_()
-        self._model.load(self._shared["parameters"] if method.keeps == "shared" else local.start)
+        self._model.load(local.start)
 
     def _update_shared(self, gradient: torch.Tensor) -> None:
         """Update the shared parameters with the optimizer and this gradient."""
