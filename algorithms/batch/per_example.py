@@ -31,7 +31,9 @@ class UnsupportedModuleError(ValueError):
     """A trainable parameter whose per-example gradients hooks cannot yield."""
 
     def __init__(self, problem: str):
-        super().__init__(f"{problem}; set statistics_estimator: across_workers")
+        super().__init__(
+            f'{problem}; set statistics_estimator: across_workers, or statistics="across_workers" of adloco.Worker'
+        )
         self.problem = problem
 
 

@@ -515,6 +515,10 @@ def test_an_unknown_layer_is_refused_with_the_way_out():
     with pytest.raises(ValueError, match=r"^statistics: .*Conv1d[^;]*; \"across_workers\" works"):
         adloco.Worker(model, optimizer, batch=dataclasses.replace(ADAPTIVE, first_round=3))
     adloco.Worker(model, optimizer, batch=ADAPTIVE, statistics="across_workers")
+    loop = Regression(batch=ADAPTIVE)
+    next(loop.worker.micro_batches(96))
+    with pytest.raises(ValueError, match=r"statistics=\"across_workers\" of adloco.Worker"):
+        loop.losses(range(2))
 
 
 def test_a_loop_in_the_wrong_order_is_an_error():
