@@ -9,7 +9,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
@@ -714,10 +714,17 @@ _KEYS = {
 }
 
 
-def _uncompiled() -> AbstractContextManager:
+@contextmanager
+def _uncompiled() -> Iterator[None]:
     """Run compiled models eagerly: their code would pass over the hooks that take the statistics."""
-    compiles = "torch._dynamo" in sys.modules  # a compiled model has imported it
-    return torch.compiler.set_stance("force_eager") if compiles else nullcontext()
+    with ExitStack() as stack:
+        if "torch._dynamo" in sys.modules:  # a compiled model has imported it
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        try:
+            yield
+        finally:
+            if sys.is_finalizing():  # after an exception in the loop; restoring would import, and print a second error
+                stack.pop_all()
 
 
 def _problems(config: Config) -> list[str]:

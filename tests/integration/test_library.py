@@ -4,6 +4,8 @@ import copy
 import dataclasses
 import re
 import signal
+import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -553,6 +555,20 @@ def test_a_loop_in_the_wrong_order_is_an_error():
     extended.optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(2))]})
     with pytest.raises(RuntimeError, match=r"^micro_batches: the optimizer has got other parameters"):
         next(extended.worker.micro_batches(96))
+
+
+def test_the_error_of_a_loop_is_the_last_line_of_its_script():
+    script = """
+import torch._dynamo, adloco
+def train():
+    model = torch.nn.Linear(4, 1)
+    worker = adloco.Worker(model, torch.optim.SGD(model.parameters(), 0.1), batch=adloco.AdaptiveBatch())
+    for _ in worker.micro_batches(64):
+        raise KeyError("example")
+train()
+"""
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.stderr.splitlines()[-1] == "KeyError: 'example'"
 
 
 def test_the_example_trains_with_two_workers_of_torchrun(programs):
