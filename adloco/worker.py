@@ -371,7 +371,10 @@ class Worker:
             else:
                 yield micro_batch
             if self._weight is not None:
-                raise RuntimeError("micro_batches: call backward with the losses of every micro-batch")
+                raise RuntimeError(
+                    "micro_batches: call backward with the losses of every micro-batch in turn; a DataLoader with this "
+                    "batch_sampler needs num_workers=0"
+                )
             start += size
 
     @property

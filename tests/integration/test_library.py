@@ -533,7 +533,7 @@ def test_a_loop_in_the_wrong_order_is_an_error():
     indices = next(micro_batches)
     with pytest.raises(ValueError, match=r"^backward: expected 3 losses"):
         loop.worker.backward(loop.losses(indices[:2]))
-    with pytest.raises(RuntimeError, match=r"^micro_batches: call backward"):
+    with pytest.raises(RuntimeError, match=r"^micro_batches: call backward.*num_workers=0"):
         next(micro_batches)
     micro_batches = loop.worker.micro_batches(96)
     loop.worker.backward(loop.losses(next(micro_batches)))
