@@ -67,7 +67,8 @@ class AdaptiveBatch:
     Attributes:
         test: a batch test (`sampling_method`); "none" keeps the initial batch.
         initial: examples of the first inner step, over all workers.
-        max_micro_batch: the largest micro-batch of a forward and backward pass; larger batches are accumulated.
+        max_micro_batch: the largest micro-batch of a forward and backward pass. With the default switch_mode a worker's
+            batch above twice this number is accumulated, and one between is cut to it.
         largest: the largest batch, over all workers; None: the number of training examples.
         eta: of the norm test.
         theta: of the inner product test.
@@ -78,7 +79,7 @@ class AdaptiveBatch:
         max_batch_growth: factor per round; None: no bound.
         first_round: the first round with a test, counted from 1.
         sample: examples of the statistics if an inner step of a worker has fewer.
-        switch_mode: when a batch above max_micro_batch is accumulated.
+        switch_mode: when a batch above max_micro_batch is accumulated; "only_gradient_accumulation": always.
     """
 
     test: str = "norm_test"
