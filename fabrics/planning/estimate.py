@@ -31,9 +31,10 @@ from fabrics.pool.max_batch import round_tensors
 from fabrics.pool.run_checks import check_model
 from fabrics.sharding.sharded_model import gathered_elements, sharded_parts
 from fabrics.training.flat_model import FlatModel
-from fabrics.training.method_config import check_method, exchange_sizes, method_of
+from fabrics.training.method_config import check_first_workers, exchange_sizes, method_of
 from fabrics.training.optimizers import inner_optimizer_of
 from fabrics.training.statistics import batch_schedule, probes_examples
+from fabrics.training.work_split import scheduled_nodes
 from fabrics.training.worker import personal_tensors
 from utils.config.schema import Config, ConfigError
 from utils.text import byte_size
@@ -158,7 +159,9 @@ class _Run:
         self.model = FlatModel(module, META, loss_chunk_tokens=config.loss_chunk_tokens or None)
         check_model(config, self.model)
         self.method = method_of(config, self.model)
-        check_method(config, self.workers[-1])
+        schedule = config.node_schedule
+        working = self.nodes if schedule is None else min(self.nodes, scheduled_nodes(schedule, progress=0.0))
+        check_first_workers(config, self.workers_of(config.INITIAL_BATCH_SIZE, working))
         self.flat_bytes = self.model.parameter_count * self.model.parameters.element_size()
         optimizer = inner_optimizer_of(config)
         self.moment_bytes = 0 if optimizer is None else optimizer.state_bytes(self.model)
@@ -169,8 +172,9 @@ class _Run:
         smallest = self.config.smallest_worker_batch
         return self.nodes if smallest is None else max(1, min(self.nodes, batch // smallest))
 
-    def workers_of(self, batch: int) -> tuple[int, ...]:
-        return even_split(min(self.nodes, self.trainers * self.most_workers(batch)), self.trainers)
+    def workers_of(self, batch: int, working: int | None = None) -> tuple[int, ...]:
+        """Workers of each trainer with this batch; working: the nodes that work, None: all."""
+        return even_split(min(working or self.nodes, self.trainers * self.most_workers(batch)), self.trainers)
 
     # Memory
 

@@ -1,5 +1,6 @@
 """The synchronisation method that a configuration asks for."""
 
+from collections.abc import Collection
 from functools import partial
 
 from algorithms.batch.calc_batch import BATCH_TESTS
@@ -67,3 +68,12 @@ def check_method(config: Config, workers: int) -> None:
     """Raise ConfigError if the method cannot work with this number of workers of a trainer."""
     if problems := method_of(config).capabilities.problems(None, workers, None):
         raise ConfigError(problems)
+
+
+def check_first_workers(config: Config, workers: Collection[int]) -> None:
+    """Raise ConfigError if the method cannot work with these numbers of workers of the trainers at the start."""
+    if len(workers) == 1 and config.smallest_worker_batch is None:  # the only trainer gets every scheduled node
+        for _, nodes in config.node_schedule or ():
+            check_method(config, int(nodes))
+    for count in workers:
+        check_method(config, count)

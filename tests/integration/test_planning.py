@@ -5,6 +5,7 @@ import copy
 import json
 import math
 import re
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
@@ -269,6 +270,23 @@ def test_a_batch_grows_to_the_limit_or_to_the_data_of_its_trainer():
     assert found.ranges["batch"] == (4, 96)
     assert found.ranges["tokens"] == (steps * 2 * 4, steps * 96)
     assert estimated(**values).ranges["batch"] == (4, 4)
+
+
+@pytest.mark.parametrize(
+    ("values", "refused"),
+    [
+        ({"number_of_initial_trainers": 2, "nodes_per_gpu": 5}, 3),
+        ({"nodes_per_gpu": 4, "node_schedule": [[0, 4], [0.5, 3]]}, 3),
+        ({"nodes_per_gpu": 3, "node_schedule": [[0, 2]]}, None),
+        ({"nodes_per_gpu": 3, "node_schedule": [[0, 2], [0.5, 3]], "smallest_worker_batch": 1}, None),
+    ],
+)
+def test_a_plan_and_a_run_refuse_the_same_numbers_of_workers(values, refused):
+    values = {"number_of_initial_trainers": 1, "distributed_algo": "NoLoCo"} | values
+    for prepared in (estimated, lambda **values: tiny_cluster(**STEADY | values)):
+        expected = pytest.raises(ConfigError, match=f"must divide the {refused} workers") if refused else nullcontext()
+        with expected:
+            prepared(**values)
 
 
 def test_the_last_trainer_has_all_nodes_also_if_the_length_is_unknown():
