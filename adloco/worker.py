@@ -67,8 +67,7 @@ class AdaptiveBatch:
     Attributes:
         test: a batch test (`sampling_method`); "none" keeps the initial batch.
         initial: examples of the first inner step, over all workers.
-        max_micro_batch: the largest micro-batch of a forward and backward pass. With the default switch_mode a worker's
-            batch above twice this number is accumulated, and one between is cut to it.
+        max_micro_batch: the largest micro-batch of a forward and backward pass; see switch_mode.
         largest: the largest batch, over all workers; None: the number of training examples.
         eta: of the norm test.
         theta: of the inner product test.
@@ -79,7 +78,8 @@ class AdaptiveBatch:
         max_batch_growth: factor per round; None: no bound.
         first_round: the first round with a test, counted from 1.
         sample: examples of the statistics if an inner step of a worker has fewer.
-        switch_mode: when a batch above max_micro_batch is accumulated; "only_gradient_accumulation": always.
+        switch_mode: what a worker runs of a share above max_micro_batch. threshold_switch_mode accumulates above twice
+            max_micro_batch, and runs max_micro_batch up to there; only_gradient_accumulation always accumulates.
     """
 
     test: str = "norm_test"
@@ -609,7 +609,7 @@ class Worker:
     def trained_parameters(self) -> dict[str, torch.Tensor]:
         """Return copies of the run's parameters by name; all workers call this together.
 
-        Between rounds they are those of the model, unless the method's workers keep replicas of their own.
+        Between rounds they are those of the model, unless the method's workers keep parameters of their own.
         """
         flat = self._shared["parameters"]
         if self._method.capabilities.averages_copies:
