@@ -1,7 +1,7 @@
 """Datasets by name, and how all processes of a run load the same one.
 
-A dataset is a function from the config to `TaskData`, registered in DATASETS. Trainers read batches of model keyword
-arguments from its `Examples` and never look inside.
+A dataset is a task and a function from the config to `TaskData`, registered in DATASETS as a `Dataset`. Trainers read
+batches of model keyword arguments from its `Examples` and never look inside.
 """
 
 import dataclasses

@@ -637,7 +637,8 @@ class Plugins(Section):
 
     plugins: list[File] = free_key(
         [],
-        "Python files that extend the registries, imported before any other check; relative to the working directory.",
+        "Python files that extend the registries, imported before names and combinations are checked; relative to the "
+        "working directory.",
     )
 
 
