@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Train on one or several nodes of a Slurm cluster. Five minutes before its time ends, the job stops after its round, is
-# queued again, and resumes. log_dir must be on a file system that all nodes share. Arguments are those of run.py.
+# Train on one or several nodes of a Slurm cluster. Five minutes before its time ends, the job stops as after SIGTERM
+# (docs/faults.md), is queued again, and resumes. log_dir must be on a file system that all nodes share. Arguments are
+# those of run.py.
 #   sbatch --ntasks-per-node=8 --gpus-per-node=8 scripts/slurm.sh --config my.yaml             one node of 8 GPUs
 #   sbatch --nodes=4 --ntasks-per-node=8 --gpus-per-node=8 scripts/slurm.sh --config my.yaml   four of them
 #SBATCH --job-name=adloco
@@ -14,7 +15,7 @@ hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
 export MASTER_ADDR=${hosts%%$'\n'*}
 export MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))
 
-# Each task is a process of the run: torchrun would kill it 30 seconds after the signal, in the middle of a long round.
+# Each task is a process of the run: torchrun would kill it 30 seconds after the signal, even while it writes.
 # shellcheck disable=SC2016  # the tasks expand these
 srun --kill-on-bad-exit=1 bash -c '
     export RANK=$SLURM_PROCID WORLD_SIZE=$SLURM_NTASKS LOCAL_RANK=$SLURM_LOCALID GROUP_RANK=$SLURM_NODEID
