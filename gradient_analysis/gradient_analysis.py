@@ -276,7 +276,8 @@ def _print_requests(
     if own_test == "none":
         print("the configuration has no batch test (sampling_method: none): its batch is fixed")
     elif own_test not in symbols:
-        print(f"the test of the configuration, {own_test}, is not among them")
+        of_run = "" if last is None else f"; the run itself requests {last:,} at its end"
+        print(f"the test of the configuration, {own_test}, is not among them{of_run}")
     elif last is not None:
         print(f"the run itself requests {last:,} at its end: docs/gradient_analysis.md says why the two differ")
 

@@ -25,6 +25,7 @@ from fabrics.training.flat_model import FlatModel
 from gradient_analysis import gradient_analysis
 from gradient_analysis.gradient_analysis import (
     AnalysisConfig,
+    _print_requests,
     analyse,
     last_request,
     parse_analysis_config,
@@ -243,6 +244,13 @@ def test_the_script_writes_figures_tables_and_a_summary(analysed):
     last = {row["trainer_id"]: row["next_requested_batch"] for row in rows_of(report / "training_log.csv")}
     assert (summary["test"], str(summary["request_of_run"])) == ("norm_test, debias", last[best.split("_")[-1]])
     assert f"the run itself requests {last[best.split('_')[-1]]} at its end" in printed
+
+
+def test_the_request_of_a_run_whose_test_is_not_in_the_table_is_printed(capsys):
+    _print_requests([], 8, "augmented_inner_product_test, debias", 16)
+    assert (
+        "augmented_inner_product_test, debias, is not among them; the run itself requests 16" in capsys.readouterr().out
+    )
 
 
 def test_a_run_without_its_round_log_has_no_last_request(analysed, tmp_path):
