@@ -290,6 +290,21 @@ def test_a_comparison_of_runs_with_different_data_says_so(run, tmp_path, capsys,
         assert (OTHER_DATA in (tmp_path / "comparison.html").read_text()) == said
 
 
+def test_a_run_of_one_round_and_one_step_is_seen(tmp_path):
+    folder = record_run(tmp_path, number_of_outer_steps=1, number_of_inner_steps_between_outers=1)
+    run = read_run(folder)
+    figures = {name: draw(run, panels) for name, panels in plots_of(run).items()}
+    steps, rounds = figures["loss.png"].axes
+    points = [line(steps, "trainer 0"), *(each for each in rounds.lines if len(each.get_xdata()) == 1)]
+    assert len(points) == 7  # of three trainers, training and validation
+    assert all(point.get_marker() != "None" for point in points)
+    living = figures["overview.png"].axes[-1]
+    assert line(living, "living trainers").get_xdata().tolist() == [0.5, 1.5]
+    for axes in (living, *figures["resources.png"].axes):
+        ticks = axes.get_xticks()
+        assert ticks.tolist() == ticks.round().tolist()
+
+
 def test_panels_without_data_are_left_out(run):
     alone = dataclasses.replace(run, rounds=run.rounds.copy(), merges={})
     alone.rounds["communications"] = 0

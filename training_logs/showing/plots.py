@@ -39,6 +39,11 @@ def _look(run: RunData, trainer: int) -> dict:
     return {"color": colour(trainer), "lw": 1.2, "ls": pattern, "zorder": 3, "markevery": every} | rings
 
 
+def _mark(points: int) -> str | None:
+    """Return the mark of a line without marks: a line of one point would not be seen."""
+    return "." if points == 1 else None
+
+
 def _mark_merges(axes: Axes, run: RunData, x: str) -> None:
     """Draw a grey line at the end of each round after which trainers merged."""
     label = "trainers merge"
@@ -67,7 +72,7 @@ def draw_step_loss(axes: Axes, run: RunData, x: str) -> None:
         axes.plot(steps, losses, lw=0.6, alpha=0.35, color=colour(trainer))
         half = len(losses) // 40
         mean = np.convolve(losses, np.full(2 * half + 1, 1 / (2 * half + 1)), "valid")
-        look = _look(run, trainer) | {"marker": None}
+        look = _look(run, trainer) | {"marker": _mark(len(mean))}
         axes.plot(steps[half : half + len(mean)], mean, label=f"trainer {trainer}", **look)
     axes.plot([], [], lw=1, color="grey", alpha=0.5, label="single steps (pale); bold: their mean over 5% of the steps")
     label_axes(axes, x, "loss (nats per target)", "Training loss per inner step")
@@ -78,7 +83,7 @@ def draw_step_loss(axes: Axes, run: RunData, x: str) -> None:
 def draw_loss(axes: Axes, run: RunData, x: str) -> None:
     """Validation loss, and training loss (pale), of every trainer."""
     for trainer, rows in run.by_trainer.items():
-        axes.plot(rows[x], rows["train_loss"], color=colour(trainer), lw=1, alpha=0.5)
+        axes.plot(rows[x], rows["train_loss"], color=colour(trainer), lw=1, alpha=0.5, marker=_mark(len(rows)))
     axes.plot([], [], lw=1, color="grey", alpha=0.5, label="training (pale); validation is bold")
     _draw_trainers(axes, run, x, "Loss per round", "loss (nats per target)", lambda rows: rows["validation_loss"])
 
@@ -106,7 +111,7 @@ def draw_batches(axes: Axes, run: RunData, x: str) -> None:
     every = -(-len(run.by_round) // MARKS)  # marks of all rounds of a long run could not be distinguished
     for trainer, rows in run.by_trainer.items():
         look = _look(run, trainer)
-        lines = look | {"marker": None}
+        lines = look | {"marker": "_" if len(rows) == 1 else None}
         axes.step(rows[x], rows["requested_batch"], where="mid", label=f"trainer {trainer}", **lines)
         for accumulates, fill in ((False, look.get("mfc", "white")), (True, colour(trainer))):
             own = rows[(rows["accumulation_steps"] > 1) == accumulates][:: look.get("markevery", every)]
@@ -137,6 +142,9 @@ def draw_living(axes: Axes, run: RunData, x: str) -> None:
     """Number of living trainers (line), nodes of each (stacked areas) and, if some are idle, all nodes (dashed)."""
     rounds = list(run.by_round.values())
     xs = [rows[x][0] for rows in rounds]
+    if len(rounds) == 1:  # areas and steps need two points: the round is as wide as in a longer run
+        rounds *= 2
+        xs = [xs[0] - 0.5, xs[0] + 0.5]
     nodes = {trainer: np.zeros(len(rounds)) for trainer in run.by_trainer}
     for place, rows in enumerate(rounds):
         for row in rows:

@@ -53,7 +53,7 @@ def label_axes(axes: Axes, x: str, y_label: str, title: str) -> None:
     if x in ("tokens", "bytes_communicated"):
         axes.xaxis.set_major_formatter(EngFormatter(unit="B" if x == "bytes_communicated" else ""))
     elif x != "wall_seconds":
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
 
 
 def decimal_logarithmic(axes: Axes) -> None:
