@@ -16,7 +16,7 @@ from training_logs.showing import plots
 from training_logs.showing.plots import draw, plots_of
 from training_logs.showing.report import headline, number, run_body, table
 from training_logs.showing.run_data import read_run, read_table
-from training_logs.showing.styles import OVER, colour
+from training_logs.showing.styles import OVER, colour, decimal_logarithmic, make_figure
 from training_logs.training_monitoring import OTHER_DATA, compare, differences, draw_comparison
 from utils.text import budget_used, byte_size
 
@@ -303,6 +303,16 @@ def test_a_run_of_one_round_and_one_step_is_seen(tmp_path):
     for axes in (living, *figures["resources.png"].axes):
         ticks = axes.get_xticks()
         assert ticks.tolist() == ticks.round().tolist()
+
+
+@pytest.mark.parametrize(("largest", "labels"), [(300.0, [5, 7, 10, 15, 20, 30]), (40_000.0, [10, 30, 100, 300])])
+def test_labels_of_a_logarithmic_axis_do_not_overlap(largest, labels):
+    _, (axes,) = make_figure(1)
+    axes.plot([0, 1], [5.0, largest])
+    decimal_logarithmic(axes)
+    low, high = axes.get_ylim()
+    shown = [tick for tick in axes.get_yticks() if low <= tick <= high]
+    assert np.allclose(shown[: len(labels)], labels)
 
 
 def test_panels_without_data_are_left_out(run):

@@ -57,9 +57,12 @@ def label_axes(axes: Axes, x: str, y_label: str, title: str) -> None:
 
 
 def decimal_logarithmic(axes: Axes) -> None:
-    """Make the y axis logarithmic, with plain numbers: 300, not 3e2."""
+    """Make the y axis, on which all is drawn, logarithmic, with plain numbers: 300, not 3e2."""
     axes.set_yscale("log")
-    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 1.5, 2.0, 3.0, 5.0, 7.0)))
+    low, high = axes.get_ylim()
+    # Six labels a decade would overlap on more than two decades.
+    subs = (1.0, 1.5, 2.0, 3.0, 5.0, 7.0) if high <= 100.0 * low else (1.0, 3.0)
+    axes.yaxis.set_major_locator(LogLocator(subs=subs))
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.yaxis.set_minor_formatter(NullFormatter())
 
