@@ -165,6 +165,11 @@ def load_text(config: Config) -> TaskData:
     return task_data(config, tokenised_documents(config, source))
 
 
+def _check_registered(name: str, dataset: Dataset) -> None:
+    if not isinstance(dataset, Dataset):
+        raise ValueError(f"{name}: must be a Dataset: its task, and the function that loads it")
+
+
 DATASETS = Registry(
     {
         "python_docs": Dataset("causal_lm", load_python_docs),
@@ -172,7 +177,8 @@ DATASETS = Registry(
         "text": Dataset("causal_lm", load_text),
         "messages": Dataset("causal_lm", load_messages),
         "imdb": Dataset("classification", load_imdb),
-    }
+    },
+    _check_registered,
 )
 
 

@@ -322,9 +322,16 @@ BERT = TransformersFamily(
 )
 # Any architecture; a model on the hub or in a folder gives it.
 CAUSAL_LM = TransformersFamily("causal_lm", None, AutoModelForCausalLM, {}, lambda model: model.get_output_embeddings())
+
+
+def _check_registered(name: str, family: ModelFamily | TransformersFamily) -> None:
+    if not isinstance(family, ModelFamily | TransformersFamily):
+        raise ValueError(f"{name}: must be a ModelFamily or a TransformersFamily")
+
+
 # Values of `model_type`.
 MODELS: Registry[ModelFamily | TransformersFamily] = Registry(
-    {"microllama": MICROLLAMA, "bert": BERT, "causal_lm": CAUSAL_LM}
+    {"microllama": MICROLLAMA, "bert": BERT, "causal_lm": CAUSAL_LM}, _check_registered
 )
 
 

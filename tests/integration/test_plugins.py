@@ -170,14 +170,18 @@ def test_a_method_whose_state_has_a_taken_name_is_refused(write, body, problem):
         ("INNER_OPTIMIZERS", "@frozen\nclass Mine(InnerOptimizer): x: float", "every parameter needs a default"),
         ("METHODS", "class Mine: pass", "must be a class that inherits from Method"),
         ("METHODS", "@frozen\nclass Mine(Method): x: float", "every parameter needs a default"),
+        ("DATASETS", "def Mine(config): return None", "must be a Dataset"),
+        ("MODELS", "class Mine: pass", "must be a ModelFamily"),
     ],
 )
-def test_a_class_that_cannot_be_one_is_refused_where_it_is_registered(write, registry, code, problem):
+def test_what_cannot_be_one_is_refused_where_it_is_registered(write, registry, code, problem):
     imports = (
         "from dataclasses import dataclass\n"
         "frozen = dataclass(frozen=True)\n"
         "from algorithms.synchronisation import METHODS\n"
         "from algorithms.synchronisation.method import Method\n"
+        "from fabrics.data.dataset_loader import DATASETS\n"
+        "from fabrics.models.model_family import MODELS\n"
         "from fabrics.training.optimizers import INNER_OPTIMIZERS, InnerOptimizer\n"
     )
     text = f"{imports}{code}\n{registry}['mine'] = Mine\n"
