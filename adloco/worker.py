@@ -718,17 +718,25 @@ _KEYS = {
 }
 
 
+# Open passes with statistics, of all workers of this process; and what restores PyTorch's stance after the last one.
+_open_passes: list[object] = []
+_stance = ExitStack()
+
+
 @contextmanager
 def _uncompiled() -> Iterator[None]:
     """Run compiled models eagerly: their code would pass over the hooks that take the statistics."""
-    with ExitStack() as stack:
-        if "torch._dynamo" in sys.modules:  # a compiled model has imported it
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
-        try:
-            yield
-        finally:
-            if sys.is_finalizing():  # after an exception in the loop; restoring would import, and print a second error
-                stack.pop_all()
+    if not _open_passes and "torch._dynamo" in sys.modules:  # a compiled model has imported it
+        _stance.enter_context(torch.compiler.set_stance("force_eager"))
+    own = object()
+    _open_passes.append(own)
+    try:
+        yield
+    finally:
+        _open_passes.remove(own)
+        # At the end of the program, after an exception in the loop, restoring would import, and print a second error.
+        if not _open_passes and not sys.is_finalizing():
+            _stance.close()
 
 
 def _problems(config: Config) -> list[str]:

@@ -322,6 +322,30 @@ def test_a_compiled_model_is_trained_with_the_same_statistics():
     assert compiled.worker.requested_batch > 4
 
 
+def test_models_are_compiled_again_after_passes_of_two_workers_that_overlapped():
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    def compiled():
+        torch.compile(lambda x: x + 1, backend=backend)(torch.ones(1))
+
+    torch.compiler.set_stance("default")
+    passes = []
+    for _ in range(2):
+        loop = Regression(batch=ADAPTIVE)
+        passes.append(loop.worker.micro_batches(len(loop.inputs)))
+        next(passes[-1])
+    compiled()
+    assert graphs == []  # it would pass over the hooks
+    for reading in passes:
+        reading.close()
+    compiled()
+    assert len(graphs) == 1
+
+
 def zero_gradients_between(loop: Regression) -> None:
     loop.optimizer.zero_grad()
     for indices in loop.worker.micro_batches(96):
