@@ -38,7 +38,7 @@ from utils.config.reading import load_config, problem_lines, read_mapping, yaml_
 from utils.config.resume import check_plugins_of_run
 from utils.config.schema import Config, ConfigError
 from utils.distributed.devices import resolve_devices
-from utils.files import REPORT_FOLDER, write_atomically, write_json_atomically
+from utils.files import MODELS_FOLDER, REPORT_FOLDER, has_checkpoint, write_atomically, write_json_atomically
 from utils.progress import progress_bar, shows_progress
 from utils.text import counted
 
@@ -131,11 +131,16 @@ def resolve_model(config: AnalysisConfig) -> tuple[Config, Path | None]:
 
 def _best_model(run: Path) -> str:
     try:
-        best = read_run(run).summary.get("best_model")
+        summary = read_run(run).summary
     except RunFolderError as error:
         raise ConfigError(f"model: neither a model folder nor a run folder: {error}") from None
+    best = summary.get("best_model")
     if best is None:
-        raise ConfigError(f"model: the run in {run} has not ended; resume it, or name a folder in {run}/model_weights")
+        advice = ["resume it"] if has_checkpoint(run) else []
+        if (run / MODELS_FOLDER).is_dir():
+            advice.append(f"name a folder in {run / MODELS_FOLDER}")
+        said = ", or ".join(advice) or "start it again"
+        raise ConfigError(f"model: the run in {run} has no final model (status: {summary['status']}); {said}")
     return best
 
 

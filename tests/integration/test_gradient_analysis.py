@@ -431,5 +431,13 @@ def test_a_run_without_a_final_model_is_an_error(tmp_path):
     summary = json.loads(path.read_text())
     del summary["best_model"]
     path.write_text(json.dumps(summary))
-    with pytest.raises(ConfigError, match="has not ended; resume it, or name a folder in"):
-        resolve_model(AnalysisConfig(model=str(folder)))
+    shutil.rmtree(folder / "model_weights")
+    made = {
+        "": "start it again",
+        "checkpoints/round_00001": "resume it",
+        "model_weights": "resume it, or name a folder in",
+    }
+    for name, advice in made.items():
+        (folder / name).mkdir(parents=True, exist_ok=True)
+        with pytest.raises(ConfigError, match=rf"no final model \(status: completed\); {advice}"):
+            resolve_model(AnalysisConfig(model=str(folder)))
