@@ -583,7 +583,8 @@ def test_a_loop_in_the_wrong_order_is_an_error():
 
 def test_the_error_of_a_loop_is_the_last_line_of_its_script():
     script = """
-import torch._dynamo, adloco
+import torch, adloco
+torch.compile(torch.nn.Linear(4, 1))
 def train():
     model = torch.nn.Linear(4, 1)
     worker = adloco.Worker(model, torch.optim.SGD(model.parameters(), 0.1), batch=adloco.AdaptiveBatch())

@@ -177,6 +177,16 @@ def gradients_of(model: nn.Module, rows: torch.Tensor) -> np.ndarray:
     return np.stack(found)
 
 
+def assert_variance_is_that_of_single_examples(module: type[nn.Module]) -> None:
+    """For a module that takes inputs [6, 3, 5]."""
+    torch.manual_seed(0)
+    model, x = module(), torch.randn(6, 3, 5, dtype=torch.float64)
+    gradients = gradients_of(model, x)
+    with PerExampleProbe(model, batch_size=6) as probe:
+        model(x).square().sum((1, 2)).mean().backward()
+    assert statistics_of(probe).variance == pytest.approx(gradients.var(0, ddof=1).sum(), rel=1e-12)
+
+
 def test_a_module_called_twice_counts_both_calls():
     class Twice(nn.Module):
         def __init__(self):
@@ -186,12 +196,7 @@ def test_a_module_called_twice_counts_both_calls():
         def forward(self, x):
             return self.inner(torch.tanh(self.inner(x)))
 
-    torch.manual_seed(0)
-    model, x = Twice(), torch.randn(6, 3, 5, dtype=torch.float64)
-    gradients = gradients_of(model, x)
-    with PerExampleProbe(model, batch_size=6) as probe:
-        model(x).square().sum((1, 2)).mean().backward()
-    assert statistics_of(probe).variance == pytest.approx(gradients.var(0, ddof=1).sum(), rel=1e-12)
+    assert_variance_is_that_of_single_examples(Twice)
 
 
 def test_layers_may_get_their_input_by_name():
@@ -204,12 +209,7 @@ def test_layers_may_get_their_input_by_name():
         def forward(self, x):
             return self.inner(input=x + self.positions(input=torch.arange(3).unsqueeze(0)))
 
-    torch.manual_seed(0)
-    model, x = Named(), torch.randn(6, 3, 5, dtype=torch.float64)
-    gradients = gradients_of(model, x)
-    with PerExampleProbe(model, batch_size=6) as probe:
-        model(x).square().sum((1, 2)).mean().backward()
-    assert statistics_of(probe).variance == pytest.approx(gradients.var(0, ddof=1).sum(), rel=1e-12)
+    assert_variance_is_that_of_single_examples(Named)
 
 
 # Modules that are not supported
