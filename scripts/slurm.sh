@@ -28,9 +28,12 @@ ends=no
 trap 'ends=yes; scancel --signal=TERM "$SLURM_JOB_ID"' USR1
 status=0
 wait "$run" || status=$?
-if [ "$ends" = yes ]; then
-    wait "$run" || true # the first wait ended with the signal
-    scontrol requeue "$SLURM_JOB_ID"
-    exit 0
+if [ "$ends" = yes ]; then # the first wait ended with the signal
+    status=0
+    wait "$run" || status=$?
+    if [ "$status" -ge 128 ]; then # interrupted: neither complete nor failed
+        scontrol requeue "$SLURM_JOB_ID"
+        exit 0
+    fi
 fi
 exit "$status"

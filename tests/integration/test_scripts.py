@@ -57,18 +57,19 @@ def test_a_slurm_job_that_fails_is_not_queued_again(stand_ins):
     assert (result.returncode, result.stdout) == (7, "")
 
 
-def test_a_slurm_job_whose_time_ends_stops_and_is_queued_again(stand_ins):
-    """A signal for srun kills its tasks, instead of reaching them."""
-    srun = """echo $$ > "$0.pid"
+@pytest.mark.parametrize(("status", "queued"), [(130, True), (0, False), (1, False)])
+def test_a_slurm_job_whose_time_ends_stops_and_is_queued_again(stand_ins, status, queued):
+    """Unless it completes, or fails, before it stops. A signal for srun kills its tasks, instead of reaching them."""
+    srun = f"""echo $$ > "$0.pid"
 trap 'echo killed; exit 137' TERM  # of srun
-trap 'echo stopped; exit 130' USR2  # of the tasks
+trap 'echo stopped; exit {status}' USR2  # of the tasks
 kill -USR1 $PPID
-for _ in {1..600}; do sleep 0.1; done"""
+for _ in {{1..600}}; do sleep 0.1; done"""
     scancel = 'echo "scancel $*"; kill -USR2 "$(cat "${0%scancel}srun.pid")"'
     environment = stand_ins(**SLURM | {"srun": srun, "scancel": scancel}) | ENVIRONMENT
     result = command("bash", SCRIPTS / "slurm.sh", env=environment)
-    told = ["scancel --signal=TERM 42", "stopped", "scontrol requeue 42"]
-    assert (result.returncode, result.stdout.splitlines()) == (0, told)
+    told = ["scancel --signal=TERM 42", "stopped"] + ["scontrol requeue 42"] * queued
+    assert (result.returncode, result.stdout.splitlines()) == (0 if queued else status, told)
 
 
 @pytest.mark.parametrize("arguments", [[], ["a b"]])
