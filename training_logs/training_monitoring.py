@@ -66,7 +66,8 @@ def draw_comparison(runs: Sequence[RunData]) -> Figure:
     for place, (metric, x) in zip(axes, panels, strict=True):
         for index, (run, name) in enumerate(zip(runs, _names(runs), strict=True)):
             if run.metric.name == metric:
-                draw_line(place, *run.best_metrics(x), color=colour(index), label=literal(name))
+                pattern = ("-", "--", ":", "-.")[index // 10 % 4]  # colours repeat after ten
+                draw_line(place, *run.best_metrics(x), color=colour(index), ls=pattern, label=literal(name))
         if metric == "perplexity":
             decimal_logarithmic(place)
         usage_label = OVER[x]

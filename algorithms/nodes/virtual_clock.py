@@ -89,8 +89,8 @@ class Clocks:
 
     @property
     def idle_share(self) -> float:
-        """The share of all nodes' time in which they have no work."""
-        everything = sum(self._ready)
+        """The share of the time until the last node is ready in which nodes have no work."""
+        everything = len(self._ready) * self.elapsed
         return max(0.0, 1.0 - sum(spent.total for spent in self.spent) / everything) if everything else 0.0
 
     def ready(self, node: int) -> float:

@@ -245,6 +245,7 @@ def test_clocks_distinguish_waiting_from_exchanging():
     # Waited for one step later: it travels from 14 to 15, and node 0 makes its third step until 16.
     clocks.round(0, {0: 0, 1: 2}, 4, [2.0, 1.0], [Event("", 2, 0.5, 0.5, behind=1)])
     assert [(spent.busy, spent.waiting, spent.exchanging) for spent in clocks.spent][::2] == [(16, 0, 2), (8, 5, 3)]
+    assert clocks.idle_share == pytest.approx(20 / 54)  # node 0 is ready at 18: node 2 is idle for 2, node 1 for 18
     again = Clocks(Link(8.0, 0.5), 3)
     again.load_state_dict(json.loads(json.dumps(clocks.state_dict())))
     for each in (clocks, again):
