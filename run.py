@@ -6,6 +6,7 @@ import gc
 import io
 import json
 import os
+import shlex
 import signal
 import sys
 import time
@@ -430,7 +431,7 @@ def train_and_record(cluster: "Cluster", recorder: "Observer", folder: Path) -> 
                 logger.exception("the models cannot be saved")
         recorder.finish(cluster, evaluations, status, models or {})
         if code and has_checkpoint(folder):
-            logger.info("to resume: python run.py --resume %s", folder)
+            logger.info("to resume: python run.py --resume %s", shlex.quote(str(folder)))
         recorder.close()
     return code, ended_by
 

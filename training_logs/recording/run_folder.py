@@ -6,6 +6,7 @@ import io
 import logging
 import logging.handlers
 import os
+import shlex
 import sys
 from pathlib import Path
 from typing import TextIO
@@ -110,7 +111,9 @@ def check_logs(config: Config, anew: bool) -> None:
         # make_run_folder renames the folder of an attempt, which has nothing but a lock before its report folder.
         begun = folder.is_dir() and os.listdir(folder) not in ([], [".lock"])
         if anew and (begun or folder.is_file()):
-            instead = f"continue it with --resume {folder}" if has_checkpoint(folder) else "start with --resume auto"
+            instead = "start with --resume auto"
+            if has_checkpoint(folder):
+                instead = f"continue it with --resume {shlex.quote(str(folder))}"
             raise ConfigError(f"run_name: {folder} exists; choose another name, remove it, or {instead}")
         if folder.is_file() or (begun and not (folder / REPORT_FOLDER).exists()):
             raise ConfigError(f"run_name: {folder} is not the folder of a run; choose another name")

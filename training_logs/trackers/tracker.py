@@ -10,6 +10,7 @@ import hashlib
 import importlib
 import importlib.util
 import json
+import shlex
 import shutil
 import subprocess
 import sys
@@ -136,7 +137,8 @@ class TrackerProcess:
 
     def __init__(self, name: str, folder: Path, mode: str, follow: bool):
         self._name = name
-        self._again = f"python -m {_REPORTER} {folder}" + ("" if name == "clearml" else f" --tracker {name}")
+        option = "" if name == "clearml" else f" --tracker {name}"
+        self._again = f"python -m {_REPORTER} {shlex.quote(str(folder))}{option}"
         self._log = folder / name / f"{name}.log"
         self._log.parent.mkdir(exist_ok=True)
         self._ended: float | None = None
