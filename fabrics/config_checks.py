@@ -258,6 +258,7 @@ _LEFT_OPEN = (
     "weight_decay",
     "gradient_clipping",
     "switch_mode",
+    "switch_multiplier",
     "merging_policy",
     "merge_frequency",
     "merge_count",

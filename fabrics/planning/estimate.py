@@ -137,6 +137,7 @@ class _Run:
         self.resources = resources
         self.assumptions: list[str] = []
         size = config.devices_per_node
+        self.max_batch = config.max_batch_size  # what a node runs at once; None: unknown
         self.on_host = bool(config.devices) and all(name.startswith("cpu") for name in config.devices)
         self.devices = resources.devices or (size if self.on_host or not config.devices else len(config.devices))
         if self.devices % size:
@@ -233,12 +234,13 @@ class _Run:
         kept, logits = (self.processes_here * size_each for size_each in example)
         if config.max_batch_size is None and room is not None:
             parts, _ = self.memory(activations=0)
-            fitting = max(1, size * int((room - sum(parts.values())) // (kept + logits)))
-            micro_batch = min(fitting, micro_batch or fitting)
+            self.max_batch = max(1, size * int((room - sum(parts.values())) // (kept + logits)))
+            micro_batch = min(self.max_batch, micro_batch or self.max_batch)
         elif config.max_batch_size is None:
             micro_batch = 1
             self.assumptions.append(
-                "micro-batch: one example, as max_batch_size is null; --device-memory estimates the largest that fits"
+                "micro-batch: max_batch_size is null; memory is for one example, totals are without switch mode; "
+                "--device-memory estimates the largest micro-batch that fits"
             )
         trained = -(-micro_batch // size) * (kept + logits)
         layers = self.model.module.config.num_hidden_layers
@@ -345,7 +347,7 @@ class _Run:
 
     def _step_examples(self, batch: int, workers: int) -> int:
         config = self.config
-        max_batches = [config.max_batch_size or batch] * workers
+        max_batches = [self.max_batch or batch] * workers
         plans = execution_plans(config.switch_mode, batch, max_batches, config.switch_multiplier)
         return sum(plan.effective_batch for plan in plans)
 

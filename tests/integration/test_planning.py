@@ -236,6 +236,15 @@ def test_the_largest_micro_batch_is_the_last_that_fits():
     assert estimated(**ALONE, **values).micro_batch == 1
 
 
+def test_switch_mode_follows_the_micro_batch_that_fits():
+    """A share of 60 examples, 1.5 micro-batches of 40, is cut to one of them."""
+    values = ALONE | {"padding_percentage": 1.0, "eval_batch_size": 1, "INITIAL_BATCH_SIZE": 60}
+    room = estimated(**values, max_batch_size=40).device_bytes
+    found = [estimated(**values, max_batch_size=40), estimated(Resources(memory=room), **values, max_batch_size=None)]
+    assert [(each.micro_batch, each.ranges["tokens"]) for each in found] == [(40, (6 * 40 * 9, 6 * 40 * 9))] * 2
+    assert estimated(**values, max_batch_size=None).ranges["tokens"] == (6 * 60 * 9, 6 * 60 * 9)
+
+
 @pytest.mark.parametrize(
     ("name", "parameters", "fits_one_device"),
     [("c4_llama_1b", 1_100_048_384, True), ("c4_llama_3b", 3_426_473_600, False)],
