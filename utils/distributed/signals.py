@@ -66,8 +66,8 @@ class StopRequest:
             self._requested_at = time.monotonic()
             if self._speaks:  # without logging, which the signal may have interrupted
                 text = (
-                    f"stopping after this round, with a checkpoint; a round that trains another {ROUND_SECONDS:.0f} s is "
-                    f"left, and the checkpoint before it counts. Signal again after {_SAME_SECONDS:.0f} s to stop at once"
+                    f"stopping after this round, with a checkpoint; if it trains another {ROUND_SECONDS:.0f} s, it is "
+                    f"abandoned for the checkpoint before it. Signal again after {_SAME_SECONDS:.0f} s to stop at once"
                 )
                 text = f"{signal.Signals(number).name}: {text}\n"
                 with contextlib.suppress(OSError):  # the terminal may be gone
