@@ -133,7 +133,7 @@ def _best_model(run: Path) -> str:
     try:
         summary = read_run(run).summary
     except RunFolderError as error:
-        raise ConfigError(f"model: neither a model folder nor a run folder: {error}") from None
+        raise ConfigError(f"model: must be a model folder or a run folder; {error}") from None
     best = summary.get("best_model")
     if best is None:
         advice = ["resume it"] if has_checkpoint(run) else []

@@ -301,7 +301,7 @@ def test_the_figure_is_sent_to_clearml(analysed, monkeypatch, tmp_path_factory):
     ("overrides", "message"),
     [
         (["model=/no/such/folder"], "model: no such folder: /no/such/folder"),
-        (["model=tests"], "model: neither a model folder nor a run folder"),
+        (["model=tests"], "model: must be a model folder or a run folder"),
         (["config=none.yaml"], "none.yaml: cannot read the configuration"),
         (["sample_size=1000000"], "sample_size: the train part has"),
         (["sample_size=0"], "sample_size: should be greater than or equal to 2, got 0"),
