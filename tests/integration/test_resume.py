@@ -173,21 +173,21 @@ def test_resume_auto_begins_a_run_and_then_continues_it(tmp_path, cache_dir, cap
     unnamed = str(write_config(tmp_path, cache_dir))
     assert program.main(["--config", unnamed, "--resume", "auto"]) == 2
     assert "error: run_name: " in capsys.readouterr().err
-    config = str(write_config(tmp_path, cache_dir, run_name="all mine", number_of_outer_steps=1, save_weights_every=None))
+    config = str(write_config(tmp_path, cache_dir, run_name="a mine", number_of_outer_steps=1, save_weights_every=None))
     arguments = ["--config", config, "--resume", "auto"]
     assert program.main(arguments) == 0
-    folder = tmp_path / "logs" / "all mine"
+    folder = tmp_path / "logs" / "a mine"
     assert program.main([*arguments, "number_of_outer_steps=2"]) == 0
     assert summary(folder)["outer_steps"] == 2
     assert [each["first_round"] for each in summary(folder)["invocations"]] == [1, 2]
     # Another value in the file is what --resume makes of it on the command line.
-    write_config(tmp_path, cache_dir, run_name="all mine", number_of_outer_steps=3, ETA=0.5)
+    write_config(tmp_path, cache_dir, run_name="a mine", number_of_outer_steps=3, ETA=0.5)
     assert program.main(arguments) == 2
     assert "error: ETA: was 0.4, now 0.5; that changes how the run trains" in capsys.readouterr().err
-    write_config(tmp_path, cache_dir, run_name="all mine", number_of_outer_steps=3, save_weights_every=None)
+    write_config(tmp_path, cache_dir, run_name="a mine", number_of_outer_steps=3, save_weights_every=None)
     assert program.main(arguments) == 0
     assert summary(folder)["outer_steps"] == 3
-    write_config(tmp_path, cache_dir, run_name="all mine", number_of_outer_steps=1, save_weights_every=None)
+    write_config(tmp_path, cache_dir, run_name="a mine", number_of_outer_steps=1, save_weights_every=None)
     assert program.main(["--config", config]) == 2
     error = f"run_name: {folder} exists; choose another name, remove it, or "
     assert f"{error}continue it with --resume '{folder}'" in capsys.readouterr().err
@@ -197,7 +197,7 @@ def test_resume_auto_begins_a_run_and_then_continues_it(tmp_path, cache_dir, cap
     assert f"{error}start with --resume auto" in capsys.readouterr().err
     assert program.main(arguments) == 0
     assert summary(folder)["outer_steps"] == 1
-    assert summary(tmp_path / "logs" / "all mine_2")["outer_steps"] == 3
+    assert summary(tmp_path / "logs" / "a mine_2")["outer_steps"] == 3
 
 
 @pytest.mark.parametrize("name", ["mine/notes.txt", "mine"])
