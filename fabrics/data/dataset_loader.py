@@ -41,6 +41,8 @@ MOST_VALIDATION_SEQUENCES = 10_000
 
 # Up to four passes over the data are nearly as good as new data (arXiv 2305.16264).
 _USEFUL_PASSES = 4
+# A validation part of more than this share of all sequences takes much from training: one document may be long.
+_USUAL_VALIDATION_SHARE = 0.2
 
 
 @dataclass(frozen=True)
@@ -98,6 +100,11 @@ def task_data(config: Config, documents: TokenisedSet) -> TaskData:
             "max_tokens: %s are %.1f passes over the training data; if validation gets worse, lower it or add data",
             f"{config.max_tokens:,}",
             passes,
+        )
+    if len(data.validation) > _USUAL_VALIDATION_SHARE * (len(data.train) + len(data.validation)):
+        logger.info(
+            "val_size: much of the text is for validation; a smaller val_size leaves more for training, "
+            "and so do smaller documents (with dataset text: text_documents blank_lines)"
         )
     for reason, entry in skipped.items():
         logger.info("skipped %s: %s (first: %s)", counted(entry["documents"], "document"), reason, entry["first"])

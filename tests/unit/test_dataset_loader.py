@@ -64,6 +64,13 @@ def test_more_than_four_passes_over_the_data_are_logged(make, caplog, passes, li
     assert [line for line in caplog.messages if "passes" in line] == [line.format(f"{tokens:,}") for line in lines]
 
 
+@pytest.mark.parametrize(("val_size", "told"), [(20, 0), (150, 1)])
+def test_a_large_validation_part_is_told(make, caplog, val_size, told):
+    with caplog.at_level("INFO"):
+        load_data(make(data_sample_size=300, val_size=val_size))
+    assert sum("much of the text is for validation" in line for line in caplog.messages) == told
+
+
 def test_documents_that_fill_no_sequence_are_an_error(make):
     with pytest.raises(ConfigError, match=r"sequence_length: the 1 training documents do not fill"):
         load_data(make(data_sample_size=1, val_size=1, sequence_length=500_000))
