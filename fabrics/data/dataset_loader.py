@@ -193,7 +193,10 @@ def _load(config: Config) -> TaskData:
     try:
         return DATASETS[config.dataset].load(config)
     except DatasetError as error:
-        hint = "; dataset=python_docs works without a download" if config.dataset == "c4" else ""
+        hint = ""
+        if config.dataset == "c4":
+            tokenised = config.c4_tokenized_path is not None
+            hint = "; c4/tokenize_c4.py writes one" if tokenised else "; dataset=python_docs works without a download"
         if ".cache/samples" in str(error):
             hint = "; python configs/make_samples.py writes it"
         raise ConfigError(f"dataset: {config.dataset} cannot be loaded: {error}{hint}") from None

@@ -136,6 +136,7 @@ class _Run:
         self.config = config
         self.resources = resources
         self.assumptions: list[str] = []
+        self.runs_less = False  # than a batch, because of the switch mode
         size = config.devices_per_node
         self.max_batch = config.max_batch_size  # what a node runs at once; None: unknown
         self.on_host = bool(config.devices) and all(name.startswith("cpu") for name in config.devices)
@@ -349,7 +350,9 @@ class _Run:
         config = self.config
         max_batches = [self.max_batch or batch] * workers
         plans = execution_plans(config.switch_mode, batch, max_batches, config.switch_multiplier)
-        return sum(plan.effective_batch for plan in plans)
+        examples = sum(plan.effective_batch for plan in plans)
+        self.runs_less |= examples < batch
+        return examples
 
 
 def _assumptions(run: _Run, adapts: bool, ends: bool) -> Iterator[str]:
@@ -359,6 +362,8 @@ def _assumptions(run: _Run, adapts: bool, ends: bool) -> Iterator[str]:
             "ranges: all trainers have one constant batch, from the least to the largest; growing ones end between, "
             "unless trainers differ"
         )
+    if run.runs_less:
+        yield f"switch mode: {config.switch_mode} runs some of these batches only in part"
     if config.objective == "time":
         yield "objective: time chooses method, workers, batch and inner steps, which is ignored"
     if run.on_host and config.processes == "auto" and run.nodes > 1:

@@ -242,7 +242,10 @@ def test_switch_mode_follows_the_micro_batch_that_fits():
     room = estimated(**values, max_batch_size=40).device_bytes
     found = [estimated(**values, max_batch_size=40), estimated(Resources(memory=room), **values, max_batch_size=None)]
     assert [(each.micro_batch, each.ranges["tokens"]) for each in found] == [(40, (6 * 40 * 9, 6 * 40 * 9))] * 2
-    assert estimated(**values, max_batch_size=None).ranges["tokens"] == (6 * 60 * 9, 6 * 60 * 9)
+    whole = estimated(**values, max_batch_size=None)
+    assert whole.ranges["tokens"] == (6 * 60 * 9, 6 * 60 * 9)
+    told = ["switch mode: threshold_switch_mode runs" in str(each.assumptions) for each in (*found, whole)]
+    assert told == [True, True, False]
 
 
 @pytest.mark.parametrize(
