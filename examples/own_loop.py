@@ -1,5 +1,6 @@
 """A training loop of your own: two workers classify handwritten digits, and synchronise every 20 steps.
 
+    pip install -r requirements-optional.txt
     python examples/own_loop.py
 
 Under torchrun each process is a worker: torchrun --nproc_per_node=2 examples/own_loop.py
