@@ -76,7 +76,7 @@ def test_the_recipe_teaches_a_model_to_answer(model, tmp_path):
 def test_the_recipe_trains_on_text(model, tmp_path):
     data = tmp_path / "notes.txt"
     data.write_text("\n\n".join(f"w{number} w{number + 1} <end> " * 20 for number in range(20)))
-    quick = ["text_documents=blank_lines", "sequence_length=16", "processes=1", "clearml=off", "plot_at_end=false"]
+    quick = ["sequence_length=16", "processes=1", "clearml=off", "plot_at_end=false"]
     where = [
         f"log_dir={tmp_path}",
         "run_name=text",

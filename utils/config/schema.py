@@ -242,7 +242,9 @@ class Data(Section):
     """Data"""
 
     dataset: Name = key("python_docs", "Training data.")
-    data_sample_size: PositiveInt | None = key(None, "Documents to train on; null: all. C4 from the hub needs a number.")
+    data_sample_size: PositiveInt | None = key(
+        None, "Documents to train on; null: all. C4 from the hub needs a number."
+    )
     val_size: PositiveInt | None = key(
         None,
         "Documents held out for validation; null: one in twenty, at most 500 (all that c4_tokenized_path holds out).",
