@@ -111,7 +111,7 @@ def encode_reviews(
 
 
 def load_imdb(config: Config) -> TaskData:
-    """`dataset: imdb`: the paper's second combination, BERT on film reviews."""
+    """`dataset: imdb`: film reviews for BERT, the second combination of the published code."""
     skipped = Skipped()
     path = config.imdb_local_path
     parts = hub_reviews(skipped) if path is None else local_reviews(path, skipped)
