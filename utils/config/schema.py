@@ -417,7 +417,9 @@ class Inner(Section):
     learning_rate_for_inner_opt: PositiveFloat = key(1e-3, "Base learning rate of the inner optimizer.")
     lr_sgd: PositiveFloat | None = key(None, "Base learning rate of inner SGD; null: learning_rate_for_inner_opt.")
     weight_decay: NonNegativeFloat = key(
-        0.1, "Weight decay of AdamW, Muon, and a method without an inner optimizer, independent of the gradient."
+        0.1,
+        "Weight decay of AdamW, Muon, and a method without an inner optimizer; independent of the gradient, on every "
+        "parameter.",
     )
     inner_optimizer_config: Settings = key(
         {}, "Parameters of inner_optimizer; adamw and muon have {betas: [0.9, 0.99]}, the betas of AdamW."
