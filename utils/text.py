@@ -10,11 +10,13 @@ def first_line(error: BaseException) -> str:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Return the end of a message about an unknown word: a known word that is near, or of which it is a part."""
+    """Return the end of a message about an unknown word: known words that begin with it, or one that is near."""
     names = {name.lower(): name for name in known}
-    close = difflib.get_close_matches(word.lower(), names, n=1, cutoff=0.7)
-    close = close or [name for name in names if word.lower() in name.split("_")]
-    return f"; did you mean {names[close[0]]}?" if close else ""
+    word = word.lower()
+    close = [word] if word in names else sorted(name for name in names if name.startswith(f"{word}_"))
+    close = close or difflib.get_close_matches(word, names, n=1, cutoff=0.7)
+    close = close or [name for name in names if word in name.split("_")][:1]
+    return f"; did you mean {' or '.join(names[name] for name in close)}?" if close else ""
 
 
 def byte_size(count: float) -> str:

@@ -163,7 +163,7 @@ def test_all_problems_are_reported_at_once_one_line_each():
         "node_schedule": [],
         "participants": 0,
     }
-    unknown = {"learnig_rate_for_inner_opt": 1, "eta": 0.5, "seed": 1, "lr": 1, "adam_betas": 1}
+    unknown = {"learnig_rate_for_inner_opt": 1, "eta": 0.5, "seed": 1, "learning_rate": 1, "adam_betas": 1}
     found = problems(unknown | {"devices": ["tpu:0"], "node_speeds": [1, 0]} | wrong, ["zzzz"])
     others = ["zzzz", *unknown, "devices[0]", "node_speeds[1]"]
     assert sorted(keys_of(found)) == sorted([*others, *wrong])
@@ -172,7 +172,7 @@ def test_all_problems_are_reported_at_once_one_line_each():
         "learnig_rate_for_inner_opt": "learning_rate_for_inner_opt",
         "eta": "ETA",
         "seed": "training_seed",
-        "lr": "lr_inner",
+        "learning_rate": "learning_rate_for_inner_opt or learning_rate_for_outer_opt or learning_rate_schedule",
         "dataset": "python_docs",
         "inner_optimizer": "muon",
     }
