@@ -21,6 +21,10 @@ _EVALUATION_FOLDER = "evaluation"
 MOST_BYTES = 20_000_000
 MOST_RESULTS = 50
 MOST_CHARACTERS = 100
+_PLOTS = (
+    "Vertical lines are merges. The best metric is that of the best living trainer. Circles are batches as run, filled "
+    "where they are accumulated. docs/run_folder.md describes every plot."
+)
 
 _STYLE = """
 :root { --ink: #1c2430; --dim: #5d6b7c; --line: #dde3ea; --paper: #fff; --ground: #f4f6f9; --accent: #1f5fa8; }
@@ -259,6 +263,7 @@ def run_body(run: RunData) -> str:
         _warnings(run),
         _cards(headline(run)),
         "<h2>Plots</h2>",
+        f"<p class=dim>{_PLOTS}</p>",
         *(picture(run.report_dir / name) for name in (plots_of(run) if len(run.rounds) else ())),
         _merges(run),
         _rounds(run),
