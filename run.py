@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 # These imports are fast. PyTorch, and what needs it, is imported in functions, after the first line on the screen.
-from fabrics.listing import KINDS, completion_script, listing
+from fabrics.listing import KINDS, listing
 from fabrics.planning import command as planning
 from utils.distributed.launch import Launch, is_main, start_processes, started_by_others, threads_per_process
 from utils.distributed.signals import STATUS_INTERRUPTED, StopRequest, handled_signals
@@ -162,7 +162,6 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--force", action="store_true", help="with --resume: allow values that change the training")
     parser.add_argument("--list", choices=KINDS, help="print the known names, one per line, and exit")
-    parser.add_argument("--completion", action="store_true", help="print a script for bash and zsh that completes keys")
     planning.add_options(parser)
     options = parser.parse_intermixed_args(arguments)
     for name in ("config", "resume"):
@@ -175,8 +174,6 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     if options.plan and options.resume:
         parser.error("--plan is for new runs; give --plan or --resume")
     planning.check_options(parser, options)
-    if options.completion:
-        options.completion = list(parser._option_string_actions)
     return options
 
 
@@ -190,20 +187,16 @@ def main(arguments: list[str] | None = None) -> int:
     started = time.perf_counter()
     arguments = sys.argv[1:] if arguments is None else arguments
     options = parse_arguments(arguments)
-    if is_main() and not (options.plan or options.list or options.completion):
+    if is_main() and not (options.plan or options.list):
         with contextlib.suppress(OSError):  # a full disk under standard output does not end a run
             print("AdLoCo: loading PyTorch ...", flush=True)
     from utils.config.schema import ConfigError
     from utils.distributed.peers import PeerLostError
 
     try:
-        if options.list or options.completion:
-            import_named_plugins(options)
         if options.list:
+            import_named_plugins(options)
             print("\n".join(listing(options.list)))
-            return 0
-        if options.completion:
-            print(completion_script(options.completion), end="")
             return 0
         if options.plan:
             planning.print_plan(options)

@@ -26,8 +26,6 @@ nested ones with dots; they override the file:
 python run.py --config configs/c4_microllama_small.yaml ETA=1.5 model_config.hidden_size=128 max_tokens=200000
 ```
 
-`source <(python run.py --completion)` lets bash and zsh complete options, keys and the names that a key may have.
-
 Without `--config` the file is [config.yaml](../config.yaml), the demo. Every run folder holds a `config.yaml` with all
 defaults filled in. Unknown keys, wrong types and impossible values end the program before any work starts, with one
 line per problem. No plugin is imported for a wrong configuration: with `plugins`, names and combinations are checked

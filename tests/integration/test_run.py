@@ -6,9 +6,7 @@ import os
 import platform
 import re
 import shlex
-import shutil
 import signal
-import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -34,7 +32,7 @@ from tests.support.programs import command
 from tests.support.runs import SHORT, assert_same_run, before_round, error_lines, rows_of, write_config
 from training_logs.showing.run_data import read_run
 from utils.config.reading import load_config
-from utils.config.schema import FIELDS, ConfigError
+from utils.config.schema import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -385,60 +383,6 @@ def test_lists_have_one_line_for_each_name(capsys, kind, registry):
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == list(registry)
     assert all(len(line.split()) > 1 for line in lines)
-
-
-def test_bash_completes_options_keys_and_names(capsys, tmp_path):
-    """Words as bash splits them, at `=`, too, and as zsh does, where key=value is one word."""
-    assert program.main(["--completion"]) == 0
-    (tmp_path / "script").write_text(capsys.readouterr().out)
-
-    def completed(*words: str) -> list[str]:
-        line = f"source '{tmp_path}/script'; COMP_WORDS=({shlex.join(words)}); COMP_CWORD={len(words) - 1}"
-        done = subprocess.run(
-            ["bash", "-c", f'{line}; _adloco {words[0]}; printf "%s\\n" "${{COMPREPLY[@]}}"'],
-            capture_output=True, text=True, check=True,
-        )  # fmt: skip
-        assert done.stderr == ""
-        return done.stdout.split()
-
-    assert completed("python", "run.py", "ETA") == ["ETA=", "ETA_at_end="]
-    assert set(completed("adloco", "")) == {f"{key}=" for key in FIELDS}
-    assert completed("python", "-m", "adloco", "--re") == ["--resume"]
-    assert completed("python", "run.py", "dataset", "=") == list(DATASETS)
-    assert completed("python", "run.py", "ETA", "=", "1", "model_type", "=", "b") == ["bert"]
-    assert completed("adloco", "model_type=b") == ["model_type=bert"]
-    assert completed("adloco", "objective=") == ["objective=examples", "objective=time"]
-    assert completed("python", "other.py", "ETA") == []
-    assert completed("python", "run.py", "log_dir", "=", "l") == []  # bash then completes names of files
-
-
-@pytest.mark.skipif(shutil.which("zsh") is None, reason="zsh is not installed")
-@pytest.mark.parametrize(
-    ("typed", "line"),
-    [
-        ("python run.py ETA_", "python run.py ETA_at_end="),
-        ("python -m adloco --res", "python -m adloco --resume"),
-        ("adloco model_type=b", "adloco model_type=bert"),
-        ("python other.py ETA_", "python other.py ETA_"),
-    ],
-)
-def test_zsh_completes_with_tab(capsys, tmp_path, typed, line):
-    """An interactive zsh without settings; Ctrl-T shows its line and ends it."""
-    assert program.main(["--completion"]) == 0
-    (tmp_path / "script").write_text(capsys.readouterr().out)
-    press = r"""
-        zmodload zsh/zpty
-        zpty shell zsh -f -i
-        zpty -w shell "source $1; show() { print -r -- \"[\$BUFFER]\"; exit }; zle -N show; bindkey '^T' show"
-        zpty -n -w shell "$2"$'\t\x14'
-        zpty -r shell shown $'*\r\n\\[*\\]\r\n*'
-        print -r -- "$shown"
-    """
-    pressed = subprocess.run(
-        ["zsh", "-f", "-c", press, "zsh", tmp_path / "script", typed],
-        capture_output=True, text=True, timeout=60, env=os.environ | {"HOME": str(tmp_path)},
-    )  # fmt: skip
-    assert f"[{line}]" in pressed.stdout
 
 
 def test_a_run_that_cannot_go_on_says_why_and_keeps_what_it_has(tmp_path, cache_dir, capsys):
