@@ -20,9 +20,8 @@ from training_logs.recording.csv_log import CsvLog
 from training_logs.recording.memory_monitor import memory_use
 from training_logs.recording.recorder import RunRecorder
 from training_logs.recording.records import ClusterRound, RoundReport
-from training_logs.recording.round_log import exchange_rows, nodes_line, step_rows
+from training_logs.recording.round_log import exchange_rows, step_rows
 from training_logs.showing.run_data import RunData
-from utils.config.schema import Config
 from utils.files import has_checkpoint
 
 # Warnings
@@ -67,24 +66,6 @@ def test_a_full_disk_is_one_warning_and_the_rows_come_later(tmp_path, monkeypatc
 
 
 # The console
-
-
-@pytest.mark.parametrize(
-    ("values", "reason"),
-    [
-        (
-            {"sampling_method": "none"},
-            ": a second one joins at a batch of 32 (smallest_worker_batch), but the batch stays at 16",
-        ),
-        ({"sampling_method": "norm_test"}, ": a second one joins at a batch of 32 (smallest_worker_batch)"),
-        ({"INITIAL_BATCH_SIZE": 32, "node_schedule": [(0.0, 1), (0.5, 2)]}, ", by node_schedule"),
-        ({"INITIAL_BATCH_SIZE": 32, "participants": 0.5}, ", by participants"),
-    ],
-)
-def test_the_reason_why_one_worker_was_alone(values, reason):
-    config = Config(**({"INITIAL_BATCH_SIZE": 16, "smallest_worker_batch": 16} | values))
-    line = nodes_line({"idle_share": 0.5, "waiting_share": 0.0, "alone_share": 1.0}, config)
-    assert line.endswith(f"; one worker alone in 100% of the rounds{reason}")
 
 
 def completed(folder: Path) -> Path:

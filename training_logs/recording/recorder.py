@@ -271,7 +271,7 @@ class RunRecorder(Observer):
             return
         logger.info(round_log.end_line(summary))
         if len(run.nodes) > 1:
-            logger.info(round_log.nodes_line(summary, self.config))
+            logger.info(round_log.nodes_line(summary))
         if summary["budget"]:
             logger.info("budget: %s", budget_used(summary["budget"]))
         if models:

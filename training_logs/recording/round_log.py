@@ -10,7 +10,6 @@ from algorithms.batch.gradient_statistics import GradientStatistics
 from algorithms.nodes.traffic import Event
 from fabrics.pool.eval_tool import Metric
 from training_logs.recording.records import ClusterRound, RoundReport
-from utils.config.schema import Config
 from utils.text import byte_size, counted, merge_line
 
 if TYPE_CHECKING:
@@ -213,23 +212,12 @@ def end_line(summary: Mapping) -> str:
     )
 
 
-def nodes_line(summary: Mapping, config: Config) -> str:
-    """Describe how much of the time nodes had no work, or waited, and why one worker worked alone."""
+def nodes_line(summary: Mapping) -> str:
+    """Describe how much of the time nodes had no work, or waited, and how often one worker worked alone."""
     line = f"nodes: idle {summary['idle_share']:.1%} of the time, waiting {summary['waiting_share']:.1%} of the rest"
     if summary["alone_share"]:
-        line += f"; one worker alone in {summary['alone_share']:.0%} of the rounds{_why_alone(config)}"
+        line += f"; one worker alone in {summary['alone_share']:.0%} of the rounds"
     return line
-
-
-def _why_alone(config: Config) -> str:
-    if config.objective == "time":
-        return ", as objective: time chose"
-    joins = 2 * (config.smallest_worker_batch or 0)
-    if joins > config.INITIAL_BATCH_SIZE:  # requests never shrink
-        fixed = config.sampling_method == "none" and config.batch_schedule is None
-        stays = f", but the batch stays at {config.INITIAL_BATCH_SIZE}" if fixed else ""
-        return f": a second one joins at a batch of {joins} (smallest_worker_batch){stays}"
-    return ", by node_schedule" if config.node_schedule else ", by participants" if config.participants < 1.0 else ""
 
 
 def placement_line(result: ClusterRound, nodes: int, smallest_worker_batch: int | None) -> str:
