@@ -26,10 +26,10 @@ from utils.distributed.processes import agree_on_config, decided, difference, do
         ([{"a": "x"}, {}], "a: 'x' on rank 0, None on rank 1"),
         # Equal for Python, but not the same configuration.
         ([{"a": 1}, {"a": True}], "a: 1 on rank 0, True on rank 1"),
-        # Of long values, where they differ.
+        # Long values are compared, and printed, whole.
         (
             [{"a": "x" * 200 + "y"}, {"a": "x" * 200 + "z"}],
-            f"a: ...{'x' * 50}y' on rank 0, ...{'x' * 50}z' on rank 1",
+            f"a: '{'x' * 200}y' on rank 0, '{'x' * 200}z' on rank 1",
         ),
     ],
 )

@@ -11,7 +11,6 @@ while the others wait: it tokenises a corpus, or writes models to a slow disk. T
 
 import ctypes
 import datetime
-import itertools
 import os
 import signal
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -47,7 +46,6 @@ _CONNECTING = datetime.timedelta(minutes=10)
 
 # Keys that may differ between machines: where devices, cache and plugins are.
 _MAY_DIFFER = ("CUDA_VISIBLE_DEVICES", "devices", "cache_dir", "plugins")
-_LONGEST_VALUE = 100
 
 
 class Processes:
@@ -284,22 +282,9 @@ def difference(statements: Sequence[Mapping[str, object]]) -> str | None:
         for rank, statement in enumerate(statements):
             ranks.setdefault(repr(statement.get(name)), []).append(str(rank))
         if len(ranks) > 1:
-            letters = enumerate(itertools.zip_longest(*ranks))
-            first = next(place for place, at_place in letters if len(set(at_place)) > 1)
-            found = []
-            for value, by in ranks.items():
-                found.append(f"{_excerpt(value, first)} on rank{'s' * (len(by) > 1)} {', '.join(by)}")
+            found = [f"{value} on rank{'s' * (len(by) > 1)} {', '.join(by)}" for value, by in ranks.items()]
             parts.append(f"{name}: {', '.join(found)}")
     return "; ".join(parts) if parts else None
-
-
-def _excerpt(text: str, place: int) -> str:
-    """Return a text, or the part of a long one around a place."""
-    if len(text) <= _LONGEST_VALUE:
-        return text
-    start = max(0, place - _LONGEST_VALUE // 2)
-    end = start + _LONGEST_VALUE
-    return f"{'...' if start else ''}{text[start:end]}{'...' if end < len(text) else ''}"
 
 
 def agree(processes: Processes, what: str, statement: Mapping[str, object]) -> None:
