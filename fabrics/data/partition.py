@@ -52,18 +52,12 @@ def labels_by_cluster(documents: TokenisedPart, vocabulary: int, clusters: int, 
     sample = np.sort(generator.permutation(len(lengths))[: max(SAMPLED_DOCUMENTS, clusters)])
     counts = _token_counts(documents, sample, vocabulary)
     tfidf = TfidfTransformer(sublinear_tf=True).fit(counts)
-    random = np.random.RandomState(int(generator.integers(2**31)))
+    random = int(generator.integers(2**31))
     found = []
     with threadpool_limits(1), warnings.catch_warnings():
         warnings.simplefilter("ignore", ConvergenceWarning)  # fewer distinct documents than clusters
         weighted = tfidf.transform(counts)
-        # The library's restarts (n_init), one at a time: the same draws.
-        restarts = progress_bar(range(_RESTARTS), desc="k-means", unit=" restarts", leave=False, delay=1)
-        fits = [
-            KMeans(clusters, n_init=1, random_state=random).fit(weighted, sample_weight=lengths[sample])
-            for _ in restarts
-        ]
-        kmeans = min(fits, key=lambda fit: fit.inertia_)
+        kmeans = KMeans(clusters, n_init=_RESTARTS, random_state=random).fit(weighted, sample_weight=lengths[sample])
         starts = range(0, len(documents), _BLOCK_DOCUMENTS)
         for start in progress_bar(starts, desc="clustering", unit=" blocks", leave=False, delay=1):
             block = np.arange(start, min(start + _BLOCK_DOCUMENTS, len(documents)))

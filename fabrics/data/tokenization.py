@@ -11,7 +11,6 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from utils.config.schema import Config, ConfigError
-from utils.progress import progress_bar
 from utils.text import first_line
 
 logger = logging.getLogger("adloco.dataset")
@@ -20,11 +19,6 @@ END_OF_TEXT = "<|endoftext|>"
 
 # A vocabulary of tens of thousands is learned from this much; more only costs memory.
 TRAINING_CHARACTERS = 20_000_000
-
-
-def _watched(documents: Sequence[str]) -> Iterable[str]:
-    """Show how many documents the library has counted; then it merges for a few seconds, and reports nothing."""
-    return progress_bar(documents, desc="training a tokenizer", unit=" documents", leave=False, delay=1)
 
 
 def _byte_level_bpe(documents: Sequence[str], vocab_size: int) -> tuple[Tokenizer, dict[str, str]]:
@@ -37,7 +31,7 @@ def _byte_level_bpe(documents: Sequence[str], vocab_size: int) -> tuple[Tokenize
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(_watched(documents), trainer)
+    tokenizer.train_from_iterator(documents, trainer)
     return tokenizer, dict.fromkeys(("bos_token", "eos_token", "pad_token"), END_OF_TEXT)
 
 
@@ -56,7 +50,7 @@ def _word_piece(documents: Sequence[str], vocab_size: int) -> tuple[Tokenizer, d
     alphabet = sorted(set().union(*(normalizer.normalize_str(document) for document in documents)))
     beforehand = [*special.values(), *(f"##{character}" for character in alphabet if not character.isspace())]
     trainer = trainers.WordPieceTrainer(vocab_size=vocab_size, special_tokens=beforehand, show_progress=False)
-    learner.train_from_iterator(_watched(documents), trainer)
+    learner.train_from_iterator(documents, trainer)
     tokenizer = Tokenizer(models.WordPiece(learner.get_vocab(), unk_token="[UNK]"))
     tokenizer.normalizer = normalizer
     tokenizer.pre_tokenizer = pre_tokenizer
