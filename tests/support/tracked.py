@@ -1,7 +1,6 @@
 """Readers of the files of experiment trackers."""
 
 import json
-import sqlite3
 import struct
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -83,33 +82,3 @@ def _leveldb_records(data: bytes) -> list[bytes]:
         data = data[rest:]
         place += rest
     return records[:-1]
-
-
-def trackio(store: Path) -> Tracked:
-    found = Tracked()
-    (path,) = store.glob("*.db")
-    with sqlite3.connect(path) as base:
-        found.config = json.loads(base.execute("SELECT config FROM configs").fetchone()[0])
-        rows = base.execute("SELECT step, metrics FROM metrics ORDER BY id").fetchall()
-    for step, metrics in rows:
-        for name, value in json.loads(metrics).items():
-            if name.startswith("plots/"):
-                found.figures.add(name.removeprefix("plots/"))
-            elif isinstance(value, dict):
-                found.texts.append(value["_value"])
-            else:
-                found.add(name, step, value)
-    return found
-
-
-def mlflow(store: Path) -> Tracked:
-    found = Tracked()
-    (run,) = (path.parent for path in store.glob("*/*/meta.yaml"))
-    for path in (run / "metrics").rglob("*"):
-        for line in path.read_text().splitlines() if path.is_file() else ():
-            _, value, step = line.split()
-            found.add(str(path.relative_to(run / "metrics")), int(step), float(value))
-    found.config = {path.name: path.read_text() for path in (run / "params").iterdir()}
-    found.texts = (run / "artifacts" / "messages.txt").read_text().split("\n\n")
-    found.figures = {path.stem for path in (run / "artifacts" / "plots").iterdir()}
-    return found

@@ -6,7 +6,6 @@ and whatever did not arrive can be sent again from the folder.
 """
 
 import contextlib
-import hashlib
 import importlib
 import importlib.util
 import json
@@ -29,7 +28,7 @@ _ROOT = Path(__file__).resolve().parents[__name__.count(".")]
 _SEND_SECONDS = 120.0
 # Seconds that the end of a run waits for the last reports.
 WAIT_SECONDS = 30.0
-# The file of a store that keeps the run's id on each server.
+# The file of a store that keeps the dashboard's id of the run.
 _RUN = "run.json"
 
 
@@ -38,8 +37,6 @@ PACKAGES = {
     "clearml": "clearml",
     "tensorboard": "tensorboardX",
     "wandb": "wandb",
-    "trackio": "trackio",
-    "mlflow": "mlflow",
 }
 
 
@@ -75,7 +72,7 @@ class Tracker:
         self.store = self._folder / type(self).__module__.rpartition(".")[2]
 
     def clear_store(self) -> Path:
-        """Empty the store, except for the ids of the run and the log of the reporting process, and return it."""
+        """Empty the store, except for the id of the run and the log of the reporting process, and return it."""
         self.store.mkdir(exist_ok=True)
         for path in self.store.iterdir():
             if path.is_dir():
@@ -84,22 +81,17 @@ class Tracker:
                 path.unlink()
         return self.store
 
-    def known_run(self, server: str | None = None) -> str | None:
-        """Return the id of the run that an earlier report made on this server.
-
-        None: there is no such run, or a new one is wanted.
-        """
+    def known_run(self) -> str | None:
+        """Return the id of the run that an earlier report made; None: there is none, or a new one is wanted."""
         remembered = self.store / _RUN
         if self._new or not remembered.exists():
             return None
-        return json.loads(remembered.read_text(encoding="utf-8")).get(_key(server))
+        return json.loads(remembered.read_text(encoding="utf-8"))["run"]
 
-    def remember_run(self, run: str, server: str | None = None) -> None:
-        """Keep the dashboard's id of the run for later reports to this server."""
+    def remember_run(self, run: str) -> None:
+        """Keep the dashboard's id of the run for later reports."""
         self.store.mkdir(exist_ok=True)
-        path = self.store / _RUN
-        known = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-        write_json_atomically(path, known | {_key(server): run})
+        write_json_atomically(self.store / _RUN, {"run": run})
 
     def start(self, config: Mapping[str, Any]) -> None:
         """Begin, or continue, with the configuration of the run."""
@@ -118,11 +110,6 @@ class Tracker:
 
     def finish(self, status: str) -> None:
         """Wait until everything has arrived; status: completed, interrupted or failed."""
-
-
-def _key(server: str | None) -> str:
-    """Return the name of a server in a file that others may read; an address may hold a password."""
-    return "run" if server is None else hashlib.sha256(server.encode()).hexdigest()[:16]
 
 
 class TrackerProcess:

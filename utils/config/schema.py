@@ -624,7 +624,7 @@ class Log(Section):
         True,
         "Draw plots and report at the end; `python -m training_logs.training_monitoring RUN_DIR` draws them later.",
     )
-    trackers: list[Literal["clearml", "tensorboard", "wandb", "trackio", "mlflow"]] = free_key(
+    trackers: list[Literal["clearml", "tensorboard", "wandb"]] = free_key(
         ["clearml"], "Experiment trackers that receive the run; all but clearml need their packages."
     )
     clearml: Annotated[str, BeforeValidator(_on_and_off_are_words)] = free_key(
