@@ -105,6 +105,17 @@ def test_padding_counts_neither_in_the_statistics_nor_in_the_gradient():
     torch.testing.assert_close(own, mean, rtol=1e-4, atol=1e-7)
 
 
+def test_padding_counts_neither_in_loss_nor_in_perplexity():
+    texts = random_texts(7, 12)
+    model = tiny_llama(dtype=torch.float32).eval()
+    losses, _ = one_at_a_time(model, texts)
+    expected = np.average(losses, weights=[len(text) - 1 for text in texts])
+    for batch_size in (1, 2, 3):
+        result = evaluate(model, padded(texts), "causal_lm", batch_size)
+        assert result.loss == pytest.approx(expected, rel=1e-6)
+        assert result.metric == pytest.approx(np.exp(expected), rel=1e-5)
+
+
 def test_accumulated_padded_batches_are_one_batch():
     texts = random_texts(80, 12, seed=2)
     whole, parts = (

@@ -285,6 +285,19 @@ def test_a_merge_averages_parameters_and_momentum_and_unites_the_data():
     assert cluster.counters.communications - communications_before == 1
 
 
+def test_after_a_merge_the_outer_step_moves_the_merged_parameters():
+    cluster = light_cluster(number_of_initial_trainers=2, merge_frequency=1, number_of_outer_steps=2)
+    cluster.run_round(Recorder())
+    cluster.assign_nodes()
+    (trainer,) = cluster.trainers.values()
+    merged = trainer.parameters.clone()
+    velocity = trainer.shared["velocity"].clone()
+    for worker in trainer.workers.values():
+        worker.optimizer.step = lambda learning_rate: None
+    cluster.run_round(Recorder())
+    torch.testing.assert_close(trainer.parameters, merged - 0.7 * 0.81 * velocity, rtol=1e-4, atol=1e-6)
+
+
 def test_a_policy_that_merges_a_missing_trainer_is_an_error(monkeypatch):
     monkeypatch.setitem(MERGE_POLICIES, "own", lambda requests, count: Merge(0, {0: 0.5, 7: 0.5}))
     cluster = light_cluster(number_of_initial_trainers=2, merge_frequency=1, merging_policy="own")
