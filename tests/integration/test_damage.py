@@ -9,7 +9,6 @@ import resource
 import shutil
 import subprocess
 import threading
-import time
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,9 +20,8 @@ import run as program
 from benchmarks.compare import compare
 from benchmarks.compare.runs import ComparisonError, Runner
 from benchmarks.compare.spec import load_spec, make_run
-from cluster import Cluster
 from tests.support.comparisons import small_comparison
-from tests.support.helpers import LocalProcesses, warnings_of, without_privileges
+from tests.support.helpers import LocalProcesses, warnings_of
 from tests.support.programs import LIMIT_SECONDS
 from tests.support.runs import assert_same_run, before_round, error_lines, summary, write_config
 from training_logs.recording.run_folder import lock_run
@@ -174,16 +172,6 @@ def test_a_checkpoint_of_another_version_is_one_error(stopped, capsys):
         assert resume(stopped) == 2
         (error,) = error_lines(capsys)
         assert error == f"error: {path.parent}: not a checkpoint of this version: KeyError: '{left_out}'"
-
-
-def test_without_an_undamaged_checkpoint_nothing_is_changed(copy, capsys):
-    for path in (copy / "checkpoints").glob("*/trainer_0.safetensors"):
-        flip(path, 0.5)
-    before = sorted(copy.rglob("*"))
-    assert resume(copy) == 2
-    (error,) = error_lines(capsys)
-    assert error.count("trainer_0.safetensors has changed since it was written") == ROUNDS
-    assert sorted(copy.rglob("*")) == before
 
 
 class KilledError(BaseException):
@@ -376,54 +364,6 @@ def test_a_folder_that_is_lost_while_a_run_trains_costs_warnings(tmp_path, cache
         log_of(folder)
 
 
-@contextlib.contextmanager
-def read_only(run: Path, name: str) -> Iterator[None]:
-    """Let nothing be written in a folder of a run; elsewhere in the run everything is as before."""
-    for path in [run, *run.rglob("*")]:
-        os.chown(path, 65534 if os.geteuid() == 0 else -1, -1)
-    (run / name).mkdir(exist_ok=True)
-    closed = [run / name, *(run / name).rglob("*")]
-    modes = [path.stat().st_mode for path in closed]
-    for path, mode in zip(closed, modes, strict=True):
-        path.chmod(mode & ~0o222)
-    try:
-        with without_privileges(run):
-            yield
-    finally:
-        for path, mode in zip(closed, modes, strict=True):
-            path.chmod(mode)
-
-
-@pytest.mark.parametrize(("name", "rounds"), [
-    (".", 1), ("model_training_report", 1), ("model_training_report", ROUNDS), ("checkpoints", 1),
-    ("model_weights", 1), ("model_weights", ROUNDS),
-])  # fmt: skip
-def test_a_resume_brings_back_what_a_read_only_folder_has_cost(whole, tmp_path, cache_dir, monkeypatch, name, rounds):
-    """The folder is read-only from `rounds` on; models of rounds before the checkpoint are lost."""
-    folder = tmp_path / "logs" / "whole"
-    save_models = Cluster.save_models
-    with contextlib.ExitStack() as disk:
-        if rounds < ROUNDS:
-            before_round(monkeypatch, rounds, lambda: disk.enter_context(read_only(folder, name)))
-        else:
-
-            def save(self, place, *arguments):
-                if place == folder / "model_weights":
-                    disk.enter_context(read_only(folder, name))
-                return save_models(self, place, *arguments)
-
-            monkeypatch.setattr(Cluster, "save_models", save)
-        status = start(tmp_path, cache_dir)
-    assert status == int(name in (".", "model_weights"))
-    log_of(folder)
-    monkeypatch.undo()
-    assert resume(folder) == 0
-    if name == "model_weights" and rounds == 1:
-        for number in (2, ROUNDS):
-            shutil.copytree(whole / name / f"round_{number:05d}", folder / name / f"round_{number:05d}")
-    assert_same_run(folder, whole, besides=("warnings",))
-
-
 @pytest.mark.parametrize("limit", [0, 7000, 40_000])
 def test_a_resume_brings_back_what_a_full_disk_has_cost(whole, tmp_path, cache_dir, monkeypatch, limit):
     """No room for the last rows, for models, or for checkpoints."""
@@ -464,22 +404,6 @@ def test_models_that_cannot_be_replaced_are_kept(tmp_path, monkeypatch):
         write_folder_atomically(folder, lambda new: (new / "weights").write_text("new"))
     assert (folder / "weights").read_text() == "old"
     assert list(tmp_path.iterdir()) == [folder]
-
-
-# The clock
-
-
-def test_a_clock_that_is_set_changes_nothing(whole, stopped, monkeypatch):
-    """Ahead between a run and its resume, with the times of all files, and back while it trains."""
-    days = 400
-    for path in stopped.rglob("*"):
-        os.utime(path, (86_400 * 400 + 86_400 * days, 86_400 * 400 + 86_400 * days))
-    now = time.time
-    monkeypatch.setattr(time, "time", lambda: now() + 86_400 * days)
-    before_round(monkeypatch, ROUNDS - 1, lambda: monkeypatch.setattr(time, "time", lambda: now() - 86_400 * days))
-    assert resume(stopped) == 0
-    assert warnings_of(stopped) == []
-    assert_same_run(stopped, whole)
 
 
 # Comparisons
