@@ -68,20 +68,6 @@ def lengths(recorder: Recorder) -> list[int]:
     return [result.reports[0].inner_steps for result in recorder.rounds]
 
 
-@pytest.mark.parametrize(
-    ("limit", "examples"),
-    [
-        ({"number_of_training_epochs": 1.0}, 96),
-        ({"number_of_training_epochs": 2.5}, 240),
-        ({"max_tokens": 1000}, 112),  # 1000 / 9 tokens = 111.1 examples, 16 at a time
-    ],
-)
-def test_a_limit_is_exceeded_by_less_than_one_inner_step(limit, examples):
-    cluster = light_cluster(number_of_outer_steps=None, sampling_method="none", merge_frequency=99, **limit)
-    cluster.train(Recorder())
-    assert cluster.counters.examples == examples
-
-
 def test_sequences_of_different_lengths_end_a_run_at_the_step_that_reaches_the_token_limit():
     lengths = np.random.default_rng(3).choice([2, 60], 96)
     data = dataclasses.replace(tiny_data(), train=padded([[1] * length for length in lengths]))
