@@ -290,15 +290,6 @@ def test_names_with_characters_of_matplotlib_and_markdown_are_shown_as_they_are(
     assert shown[1:4] == list(names.values())
 
 
-def test_more_methods_than_colours_are_drawn():
-    raw = json.loads((ROOT / "docs" / "results" / "pool.json").read_text(encoding="utf-8"))
-    for entries in (raw["comparison"]["methods"], raw["outcomes"]):
-        for entry in entries:
-            key = "method" if "method" in entry else "name"
-            entry[key] = entry[key].replace(":", "").replace(",", "")  # a colour for each
-    assert len(draw_curves(Results(raw)).axes[0].lines) > 25
-
-
 def test_long_names_fit_in_the_figure_and_the_caption_names_what_it_leaves_out():
     read = {}
     for name in ("equal_time", "methods"):
@@ -308,20 +299,6 @@ def test_long_names_fit_in_the_figure_and_the_caption_names_what_it_leaves_out()
     legend = figure.legends[0].get_window_extent()
     assert 0.0 <= legend.x0 < legend.x1 <= figure.bbox.x1
     assert "Above it end: LoCoDL (49.10)." in page(read["methods"])
-
-
-def test_seeds_that_end_far_apart_and_a_name_as_wide_as_the_figure_are_drawn():
-    raw = json.loads((ROOT / "docs" / "results" / "parts.json").read_text(encoding="utf-8"))
-    for entry in (*raw["comparison"]["methods"], *raw["outcomes"]):
-        key = "method" if "method" in entry else "name"
-        entry[key] = entry[key].ljust(210, "x")
-    raw["comparison"]["reference"] = raw["comparison"]["reference"].ljust(210, "x")
-    for run in raw["outcomes"]:
-        if run["seed"] != raw["comparison"]["seeds"][0]:
-            run["curves"]["metric"] = [100.0 * metric for metric in run["curves"]["metric"]]
-            run["final_metric"] *= 100.0
-    axes = draw_curves(Results(raw)).axes[0]
-    assert min(line.get_ydata()[-1] for line in axes.get_lines()) <= axes.get_ylim()[1]
 
 
 def test_curve_of_each_method_ends_in_every_panel():

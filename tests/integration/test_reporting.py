@@ -14,11 +14,11 @@ from training_logs import log_processor, training_monitoring
 from training_logs.recording.recorder import RunRecorder
 from training_logs.showing import plots
 from training_logs.showing.plots import draw, plots_of
-from training_logs.showing.report import headline, number, run_body, table
+from training_logs.showing.report import headline, run_body, table
 from training_logs.showing.run_data import read_run, read_table
-from training_logs.showing.styles import OVER, colour, decimal_logarithmic, make_figure
+from training_logs.showing.styles import OVER, colour
 from training_logs.training_monitoring import OTHER_DATA, compare, differences, draw_comparison
-from utils.text import budget_used, byte_size
+from utils.text import byte_size
 
 pytestmark = pytest.mark.long
 
@@ -171,14 +171,6 @@ def test_the_report_states_the_origin_of_the_run(folder, run):
     assert "<h2>Origin</h2>" not in run_body(with_summary(run, invocations=[]))
 
 
-def test_values_of_tables_are_words_and_numbers(run):
-    assert [number(value) for value in (None, True, False, math.nan, 1234567, 0.5)] == [
-        *("-", "yes", "no", "-", "1,234,567", "0.5")
-    ]
-    page = run_body(run)
-    assert not re.findall("<td>(None|True|False)</td>", page)
-
-
 def test_a_long_table_shows_its_last_rows():
     page = table(("n", "square"), [(number, number**2) for number in range(10_000)])
     assert page.count("<tr") == 1 + 500
@@ -198,11 +190,6 @@ def test_a_budget_is_compared_with_its_use(tmp_path):
     words = f"{byte_size(used)} of 500.0 kB used"
     assert headline(read_run(folder))["budget"] == words
     assert f"budget: {words}" in (folder / "training_log.log").read_text(encoding="utf-8")
-
-
-def test_budgets_in_words():
-    assert budget_used({"unit": "communications", "amount": 15, "used": 1410}) == "1,410 of 15 communications used"
-    assert budget_used({"unit": "seconds", "amount": 60.0, "used": 58.84}) == "58.8 of 60.0 seconds used"
 
 
 @pytest.fixture
@@ -305,16 +292,6 @@ def test_a_run_of_one_round_and_one_step_is_seen(tmp_path):
         assert ticks.tolist() == ticks.round().tolist()
 
 
-@pytest.mark.parametrize(("largest", "labels"), [(300.0, [5, 7, 10, 15, 20, 30]), (40_000.0, [10, 30, 100, 300])])
-def test_labels_of_a_logarithmic_axis_do_not_overlap(largest, labels):
-    _, (axes,) = make_figure(1)
-    axes.plot([0, 1], [5.0, largest])
-    decimal_logarithmic(axes)
-    low, high = axes.get_ylim()
-    shown = [tick for tick in axes.get_yticks() if low <= tick <= high]
-    assert np.allclose(shown[: len(labels)], labels)
-
-
 def test_panels_without_data_are_left_out(run):
     alone = dataclasses.replace(run, rounds=run.rounds.copy(), merges={})
     alone.rounds["communications"] = 0
@@ -343,15 +320,6 @@ def test_runs_with_different_numbers_are_compared_in_any_order(run, tmp_path, no
     row = ["-", "12 of 15 communications used"]
     assert f"<td>budget</td><td>{row[first]}</td><td>{row[1 - first]}</td>" in page
     assert "<td>nodes wait</td>" in page
-
-
-def test_run_names_with_dollars_or_an_underscore_are_in_the_legend(run, tmp_path):
-    names = ["cost_$5_to_$10", "_draft", "plain"]
-    runs = [dataclasses.replace(run, folder=run.folder.with_name(name)) for name in names[:2]]
-    runs.append(dataclasses.replace(run, config=run.config | {"run_name": "plain"}))  # instead of the folder's name
-    compare(runs, tmp_path)  # $ would be mathematics
-    labels = [text.get_text() for text in draw_comparison(runs).axes[0].get_legend().get_texts()]
-    assert [label.strip().replace(r"\$", "$") for label in labels] == names
 
 
 # Foreign and damaged folders
