@@ -141,31 +141,6 @@ def test_configurations_that_follow_the_published_one_differ_as_they_say(name, d
     assert found >= differences | {"sampling_method"}
 
 
-def test_diloco_150m_has_the_values_of_its_replication():
-    """8 workers with 512 examples each make 88,000 steps in rounds of 500, as in OpenDiLoCo's README."""
-    config, warnings = load_config(ROOT / "configs" / "diloco_150m.yaml", (), CHECKS)
-    assert warnings == []
-    assert config.number_of_outer_steps * config.number_of_inner_steps_between_outers == 88_000
-    assert config.INITIAL_BATCH_SIZE == 8 * 512
-    assert (config.sampling_method, config.smallest_worker_batch) == ("none", None)
-    assert (config.learning_rate_for_outer_opt, config.outer_momentum) == (0.7, 0.9)
-    assert (config.learning_rate_for_inner_opt, config.warmup_steps) == (4e-4, 1000)
-    assert (config.weight_decay, config.inner_optimizer_config) == (0.1, {"betas": [0.9, 0.95]})
-    assert (config.learning_rate_schedule, config.minimum_learning_rate_ratio) == ("cosine", 0.0)
-
-
-def test_fsdp_norm_tests_every_step_of_one_shard_group():
-    """The newest statistics alone decide, in every synchronous step, up to the largest batch."""
-    config, warnings = load_config(ROOT / "configs" / "fsdp_norm.yaml", (), CHECKS)
-    assert warnings == []
-    assert (config.distributed_algo, config.number_of_inner_steps_between_outers) == ("Synchronous", 1)
-    assert (config.number_of_initial_trainers, config.nodes_per_gpu, config.devices_per_node) == (1, 1, 4)
-    assert config.statistics_estimator == "across_devices"
-    assert (config.debias, config.batch_test_confidence, config.statistics_smoothing) == (False, 0.0, 0.0)
-    assert (config.batch_test_start, config.ETA_at_end) == (1, None)
-    assert config.max_batch_growth is None
-
-
 def test_samples_are_written_once_and_the_same_everywhere(samples, tmp_path, capsys):
     make_samples.main(samples, QUICK)
     assert capsys.readouterr().out.count("there already") == 3

@@ -382,5 +382,5 @@ def test_every_key_has_a_meaning_and_a_valid_default():
     "path", [ROOT / "config.yaml", *sorted((ROOT / "configs").glob("*.yaml"))], ids=lambda p: p.name
 )
 def test_shipped_configurations_are_valid(path):
-    config, _ = load_config(path)
+    config, _ = load_config(path, (), CHECKS)
     assert config.number_of_outer_steps or config.number_of_training_epochs or config.max_tokens
