@@ -7,9 +7,7 @@ import random
 from functools import partial
 from pathlib import Path
 
-import psutil
 import pytest
-import tqdm
 import yaml
 
 from cluster import Cluster
@@ -22,7 +20,6 @@ from tests.support.helpers import TINY_ARCHITECTURE, Recorder
 from tests.support.programs import Programs
 from training_logs.showing.run_data import read_table
 from utils.config.reading import load_config
-from utils.config.schema import ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
 QUICK = ("c4", "aclImdb", "code")  # packages takes longer, and has packages of its own below
@@ -153,20 +150,6 @@ def test_samples_are_written_once_and_the_same_everywhere(samples, tmp_path, cap
         assert (samples / path.relative_to(tmp_path)).read_bytes() == path.read_bytes()
 
 
-def test_libraries_are_the_modules_of_packages_each_text_once(tmp_path, monkeypatch):
-    monkeypatch.setattr(make_samples, "LONGEST_MODULE", 50_000)
-    make_samples.write_libraries(tmp_path, ("tqdm", "psutil"))
-    for package in (tqdm, psutil):
-        modules = {path.read_text(encoding="utf-8") for path in Path(package.__file__).parent.rglob("*.py")}
-        written = [path.read_text(encoding="utf-8") for path in sorted((tmp_path / package.__name__).iterdir())]
-        assert len(written) == len(set(written)) > 3
-        # An empty module is in both packages, and is written with the first.
-        assert set(written) | {""} == {text for text in modules if len(text) <= 50_000} | {""}
-    (tmp_path / "none").mkdir()
-    with pytest.raises(ConfigError, match=r"^libraries: no-such-package: not installed by pip"):
-        make_samples.write_libraries(tmp_path / "none", ["no-such-package"])
-
-
 def test_code_is_real_and_has_no_docstring(samples):
     files = sorted((samples / "code").glob("*.py"))
     assert len(files) == 40
@@ -268,29 +251,3 @@ def test_documents_of_packages_are_the_same_wherever_they_are_installed(site, tm
     assert written_by(tmp_path / "again", "one", "two") == [first, second]
     assert sorted(first) == sorted([*map(prose, range(1, 8)), prose(20)])
     assert second == [prose(9)]  # not what one has
-
-
-def test_a_large_package_is_not_the_whole(site, tmp_path, monkeypatch):
-    monkeypatch.setattr(make_samples, "LARGEST_PACKAGE_BYTES", 2000)
-    install(site, "large", prose(1), {f"large/{i:03d}.py": f'"""{prose(i)}"""' for i in range(2, 40)})
-    install(site, "small", prose(50), {"small/a.py": f'"""{prose(51)}"""'})
-    large, small = written_by(tmp_path / "packages", "large", "small")
-    assert 1500 < sum(len(text.encode()) for text in large) <= 2000
-    assert large[0] == prose(1)
-    assert large[1:] != [prose(i) for i in range(2, len(large) + 1)]  # from everywhere, not from its first files
-    assert small == [prose(50), prose(51)]
-
-
-def test_packages_that_are_not_there_are_named(site, tmp_path):
-    install(site, "unlisted", prose(1), {})
-    (site / "unlisted-1.5.dist-info" / "RECORD").unlink()
-    for number, name in enumerate(("no-such-one", "unlisted")):
-        with pytest.raises(ConfigError, match=f"^packages: {name}: not installed by pip"):
-            written_by(tmp_path / f"packages{number}", "filelock", name)
-
-
-def test_the_packages_are_those_that_are_pinned(tmp_path):
-    (tmp_path / "requirements.txt").write_text(
-        "# torch==1\n--extra-index-url x==y\nPyYAML==6.0.3\nnumpy>=2\nzope.a-b==1\n"
-    )
-    assert make_samples.pinned(tmp_path / "requirements.txt") == ["PyYAML", "zope.a-b"]
