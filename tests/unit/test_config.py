@@ -323,11 +323,12 @@ def test_a_value_that_is_not_of_its_yaml_type_is_a_problem(text):
         ("just words", "must be a mapping"),
         ("ETA: 0.5\nmax_tokens: 1\nETA: 0.7", "not valid YAML: ETA is given twice .*line 3, column 1"),
         ("model_config: {hidden_size: 64, hidden_size: 32}", "hidden_size is given twice"),
+        ("ETA: \xff", "not UTF-8 text"),
     ],
 )
 def test_a_file_that_is_not_a_configuration_is_refused(tmp_path, text, expected):
     path = tmp_path / "c.yaml"
-    path.write_text(text)
+    path.write_text(text, encoding="latin-1")
     with pytest.raises(ConfigError, match=expected):
         load_config(path)
 

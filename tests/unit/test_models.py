@@ -258,6 +258,13 @@ def test_another_family_under_that_name_is_refused(tokenizer, tmp_path):
         build_model("microllama", {"name": str(tmp_path)}, tokenizer, 9, 0)
 
 
+def test_damaged_weights_are_refused(tokenizer, tmp_path):
+    save_model(build_model("microllama", {"preset": "demo"}, tokenizer, 9, 3), tokenizer, tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"not weights")
+    with pytest.raises(ConfigError, match=r"^model_config\.name: cannot load"):
+        build_model("microllama", {"name": str(tmp_path), "pretrained": True}, tokenizer, 9, 0)
+
+
 def test_the_output_layer_is_reinitialised_by_seed(tokenizer):
     model = build_model("bert", {"preset": "demo"}, tokenizer, 9, 3)
     model.classifier.bias.data.fill_(1.0)
