@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -425,15 +424,6 @@ def test_a_model_for_text_needs_a_tokenizer():
 
 
 # The examples
-
-
-def test_the_digits_are_split_alike_for_every_seed(digits):
-    data = load_data(digits)
-    assert (len(data.train), len(data.validation), data.train.tokens(range(5))) == (1437, 360, 5)
-    images = np.concatenate(
-        [part.batch(range(len(part)), torch.device("cpu"))["pixels"].numpy() for part in (data.train, data.validation)]
-    )
-    assert len(np.unique(images, axis=0)) == 1797
 
 
 def test_the_example_network_learns_the_digits(programs, tmp_path):
