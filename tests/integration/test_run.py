@@ -316,11 +316,6 @@ def test_all_problems_are_reported_together(tmp_path, cache_dir, capsys):
     assert [line.split(": ")[:2] for line in lines] == [["error", key] for key in ("ETAA", "nu", "merging_policy")]
 
 
-def test_a_missing_config_file(tmp_path, capsys):
-    assert program.main(["--config", str(tmp_path / "none.yaml")]) == 2
-    assert "none.yaml: cannot read the configuration: No such file or directory" in capsys.readouterr().err
-
-
 def test_the_first_line_is_there_before_anything_that_takes_long_is_loaded(programs, tmp_path):
     """PyTorch, or what imports it, takes seconds; here it ends the program."""
     for name in ("torch", "transformers", "numpy", "pydantic"):
