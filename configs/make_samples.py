@@ -111,10 +111,10 @@ def _installed(sample: str, name: str) -> importlib.metadata.Distribution:
     raise ConfigError(f"{sample}: {name}: not installed by pip, and its files are part of them")
 
 
-def write_libraries(folder: Path, names: Iterable[str] = ("torch", "scipy", "numpy", "matplotlib")) -> None:
+def write_libraries(folder: Path) -> None:
     """Write the modules of installed packages unchanged, each text once; modules over 200,000 characters are tables."""
     seen = set()
-    for name in names:
+    for name in ("torch", "scipy", "numpy", "matplotlib"):
         (folder / name).mkdir()
         for file in sorted(_installed("libraries", name).files, key=str):
             if file.suffix == ".py" and file.parts[0] == name:
@@ -127,9 +127,9 @@ def write_libraries(folder: Path, names: Iterable[str] = ("torch", "scipy", "num
 # Documentation of packages
 
 
-def pinned(requirements: Path) -> list[str]:
-    """Return the distributions that a requirements file pins to a version."""
-    return re.findall(r"^([\w.-]+)==", requirements.read_text(encoding="utf-8"), re.MULTILINE)
+def _pinned() -> list[str]:
+    """Return the distributions that requirements.txt pins to a version."""
+    return re.findall(r"^([\w.-]+)==", _REQUIREMENTS.read_text(encoding="utf-8"), re.MULTILINE)
 
 
 def _texts(distribution: importlib.metadata.Distribution) -> Iterator[str]:
@@ -176,7 +176,7 @@ def write_packages(folder: Path, names: Iterable[str] | None = None) -> None:
 
     names: distributions; None: those that requirements.txt pins.
     """
-    installed = {name: _installed("packages", name) for name in (pinned(_REQUIREMENTS) if names is None else names)}
+    installed = {name: _installed("packages", name) for name in (names or _pinned())}
     known = set().union(*map(word_runs, python_documents()))
     for name, distribution in progress_bar(installed.items(), desc="reading packages", unit=" packages"):
         (folder / name).mkdir()

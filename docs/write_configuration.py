@@ -5,11 +5,13 @@ The page has one table per section of utils/config/schema.py. A test compares it
 
 import json
 import sys
+import typing
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from fabrics.listing import choices_of
+from fabrics.config_checks import CHOICES
 from utils.config.schema import FIELDS, SECTIONS, Config
 
 PAGE = Path(__file__).resolve().parent / "configuration.md"
@@ -46,11 +48,18 @@ def page() -> str:
 def _row(name: str) -> str:
     default = getattr(Config(), name)
     meaning = FIELDS[name].metadata["meaning"]
-    choices = choices_of(name)
+    choices = list(CHOICES.get(name, ())) or _literals(FIELDS[name].type)
     if len(choices) > 1:  # a single one is explained in the meaning
         number = "Any" if isinstance(default, list) else "One"
         meaning += f" {number} of {', '.join(f'`{choice}`' for choice in choices)}."
     return f"| `{name}` | `{json.dumps(default)}` | {meaning} |"
+
+
+def _literals(annotation: Any) -> list[str]:
+    """Return the names in a Literal type, also inside Annotated or a union."""
+    if typing.get_origin(annotation) is typing.Literal:
+        return [value for value in typing.get_args(annotation) if value != "auto" and isinstance(value, str)]
+    return [value for part in typing.get_args(annotation) for value in _literals(part)]
 
 
 if __name__ == "__main__":

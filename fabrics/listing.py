@@ -2,7 +2,6 @@
 
 import inspect
 import sys
-import typing
 from typing import Any
 
 KINDS = ("methods", "models", "datasets", "policies", "optimizers", "tests")
@@ -32,18 +31,3 @@ def listing(kind: str) -> list[str]:
 def _first_paragraph(described: Any) -> str:
     text = inspect.getdoc(described) or ""
     return " ".join(text.split("\n\n")[0].split())
-
-
-def choices_of(key: str) -> list[str]:
-    """Return the names that a key may have; auto is explained in its meaning."""
-    from fabrics.config_checks import CHOICES
-    from utils.config.schema import FIELDS
-
-    return list(CHOICES.get(key, ())) or _literals(FIELDS[key].type)
-
-
-def _literals(annotation: Any) -> list[str]:
-    """Return the names in a Literal type, also inside Annotated or a union."""
-    if typing.get_origin(annotation) is typing.Literal:
-        return [value for value in typing.get_args(annotation) if value != "auto" and isinstance(value, str)]
-    return [value for part in typing.get_args(annotation) for value in _literals(part)]
