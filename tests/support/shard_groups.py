@@ -67,6 +67,8 @@ SCENARIOS = {
     "uneven rows": {
         "model_config": TINY_ARCHITECTURE | {"tie_word_embeddings": False, "vocab_size": 301},
         "statistics_batch_size": 2,
+        "distributed_algo": "StreamingDiLoCo",
+        "synchronisation": {"fragments": 2, "delay": 0},
     },
     "across workers": {"statistics_estimator": "across_workers", "INITIAL_BATCH_SIZE": 4},
     "sketches": {"number_of_initial_trainers": 1},

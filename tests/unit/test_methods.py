@@ -14,7 +14,6 @@ from algorithms.flat import Block, layer_fragments, random_positions, sketch
 from algorithms.synchronisation import METHODS, noloco
 from algorithms.synchronisation.diloco import nesterov_step
 from algorithms.synchronisation.fda import variance_estimate
-from algorithms.synchronisation.group import Clock, Group
 from fabrics.config_checks import CHECKS
 from fabrics.training.method_config import method_of
 from fabrics.training.worker import COPY, ERROR, Node
@@ -646,27 +645,6 @@ def test_every_fragment_has_a_layer_or_what_is_outside_of_them(outside):
     config = make_config(distributed_algo="StreamingDiLoCo", synchronisation={"fragments": len(names) + 1})
     with pytest.raises(ConfigError, match=rf"^synchronisation.fragments: must be at most {len(names)}, the layers and"):
         method_of(config, SimpleNamespace(blocks=blocks))
-
-
-def test_devices_with_parts_of_different_lengths_count_the_bytes_of_all():
-    """Of three rows of five elements one device has two, the other one."""
-    trainer = trainer_of(2, distributed_algo="StreamingDiLoCo")
-    for length in (10, 5):
-        shard_group = SimpleNamespace(size=2, sum=lambda own, rest=15 - length: own.add_(rest))
-        group = Group(
-            workers=trainer.worker_group,
-            shared=trainer.shared,
-            values={},
-            weights=[0.5, 0.5],
-            clock=Clock(),
-            inner=None,
-            outer=trainer.worker_group.outer,
-            events=[],
-        )
-        group.model = SimpleNamespace(parameter_count=999, shard_group=shard_group)
-        group.pseudo_gradient([slice(0, length)])
-        (event,) = group._events
-        assert event.sent == 15 * 8  # 2 (M - 1) / M times the elements, in float64
 
 
 def test_workers_that_groups_do_not_divide_are_refused_before_work_starts():
