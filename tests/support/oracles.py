@@ -132,15 +132,15 @@ def synchronous(problem: Problem) -> History:
     return history
 
 
-def fed_opt(problem: Problem, kind: str, lr: float, beta1=0.9, beta2=0.99, tau=1e-3) -> History:
+def fed_opt(problem: Problem, server_optimizer: str, beta1=0.9, beta2=0.99, tau=1e-3, lr: float = 0.03) -> History:
     """Adaptive server optimisers (arXiv 2003.00295, Algorithm 2), with AdamW inside, where the paper has SGD."""
     history, workers, phi, m, v = [], Workers(problem), problem.start, 0.0, tau**2
     for t in range(problem.rounds):
         delta = problem.mean(workers.round(t, [phi] * problem.workers)) - phi
         m = beta1 * m + (1 - beta1) * delta
-        if kind == "adagrad":
+        if server_optimizer == "adagrad":
             v = v + delta**2
-        elif kind == "yogi":
+        elif server_optimizer == "yogi":
             v = v - (1 - beta2) * delta**2 * np.sign(v - delta**2)
         else:
             v = beta2 * v + (1 - beta2) * delta**2
@@ -336,9 +336,9 @@ def sparta(problem: Problem, masks: Callable[[int], Vector], with_diloco: bool) 
     return history
 
 
-def fda(problem: Problem, threshold: float, check_every: int = 1, max_inner_steps: float = math.inf) -> History:
+def fda(problem: Problem, threshold: float, check_every=1, max_inner_steps=math.inf, monitor="linear") -> History:
     """A mean where mean |u|^2 - (mean <xi, u>)^2 is above the threshold, xi the direction in which phi moved last; at
-    first 0 (arXiv 2405.20988, the linear monitor)."""
+    first 0 (arXiv 2405.20988, the linear monitor; of the other one only what its estimates do not change)."""
     history, workers, phi, thetas = [], Workers(problem), problem.start, problem.starts()
     xi, since = np.zeros_like(phi), 0
     for t in range(problem.rounds):

@@ -18,12 +18,10 @@ from fabrics.config_checks import CHECKS
 from fabrics.training.method_config import method_of
 from fabrics.training.worker import COPY, ERROR, Node
 from tests.support import oracles
-from tests.support.helpers import CPU, in_one_type, make_config, make_trainer, tiny_cluster, tiny_llama, train
+from tests.support.helpers import CPU, in_one_type, make_config, make_trainer, tiny_llama, train
 from tests.support.synchronising import (
     EXAMPLES,
     assert_equals_oracle,
-    assert_same,
-    history_of,
     problem_of,
     trainer_of,
 )
@@ -56,17 +54,6 @@ def test_the_page_of_methods_agrees_with_the_code(name):
 # The outer step of DiLoCo
 
 
-def test_nesterov_history_under_a_constant_pseudo_gradient():
-    """lr 0.5, momentum 0.8, gradient 1: v = 1, 1.8, 2.44; x falls by 0.5 (1 + 0.8 v) = 0.9, 1.22, 1.476."""
-    x, velocity, gradient = torch.zeros(2), torch.zeros(2), torch.ones(2)
-    history = []
-    for _ in range(3):
-        nesterov_step(x, gradient, velocity, lr=0.5, momentum=0.8)
-        history.append(x[0].item())
-    assert history == pytest.approx([-0.9, -2.12, -3.596])
-    assert gradient.tolist() == [1.0, 1.0]
-
-
 @pytest.mark.parametrize(("lr", "momentum"), [(0.7, 0.9), (1.0, 0.0)])
 def test_nesterov_step_equals_torch_sgd_with_nesterov(lr, momentum):
     generator = torch.Generator().manual_seed(0)
@@ -85,6 +72,7 @@ def test_nesterov_step_equals_torch_sgd_with_nesterov(lr, momentum):
 # Equal to the oracles
 
 UNEVEN = {"max_batches": (64, 1, 64)}  # one of three workers has half the examples of the others
+SERVER_RATE = {"learning_rate_for_outer_opt": 0.03}
 UNEVEN_3_2_3 = {"INITIAL_BATCH_SIZE": 9, "max_requested_batch": 9, "max_batches": (64, 2, 64)}
 
 
@@ -93,39 +81,6 @@ def generator_at(step: int, inner_steps: int = 4) -> torch.Generator:
     place = [make_config().training_seed, 0, step // inner_steps, step % inner_steps + 1]
     seed = np.random.SeedSequence(place, spawn_key=(1,)).generate_state(1, np.uint64)[0]
     return torch.Generator().manual_seed(int(seed))
-
-
-@pytest.mark.parametrize(
-    ("method", "oracle"),
-    [("DiLoCo", oracles.diloco), ("LocalSGD", oracles.local_sgd), ("Synchronous", oracles.synchronous)],
-)
-def test_methods_without_parameters(method, oracle):
-    assert_equals_oracle(oracle, distributed_algo=method)
-
-
-@pytest.mark.parametrize(
-    ("nodes", "kind", "parameters"),
-    [
-        (2, "adam", {}),
-        (1, "adagrad", {"beta1": 0.5, "tau": 0.05}),
-        (3, "yogi", {"beta2": 0.9, "tau": 0.01}),
-    ],
-)
-def test_fed_opt(nodes, kind, parameters):
-    assert_equals_oracle(
-        lambda problem: oracles.fed_opt(problem, kind, 0.03, **parameters),
-        nodes,
-        inner_steps=2,
-        INITIAL_BATCH_SIZE=2 * nodes - (nodes == 3),  # 5 examples for 3 workers
-        distributed_algo="FedOpt",
-        synchronisation={"server_optimizer": kind, **parameters},
-        learning_rate_for_outer_opt=0.03,
-    )
-
-
-@pytest.mark.parametrize(("nodes", "values"), [(2, {}), (3, UNEVEN)])
-def test_eager_diloco(nodes, values):
-    assert_equals_oracle(oracles.eager_diloco, nodes, 2, distributed_algo="EagerDiLoCo", **values)
 
 
 @pytest.mark.parametrize(
@@ -157,7 +112,13 @@ def test_noloco(monkeypatch, nodes, parameters, values):
     )
 
 
+DILOCO = ("DiLoCo", oracles.diloco)
+LOCAL_SGD = ("LocalSGD", oracles.local_sgd)
+SYNCHRONOUS = ("Synchronous", oracles.synchronous)
+FED_OPT = ("FedOpt", oracles.fed_opt)
+EAGER = ("EagerDiLoCo", oracles.eager_diloco)
 STREAMING = ("StreamingDiLoCo", oracles.streaming_diloco)
+FDA = ("FDA", oracles.fda)
 SPARSE_LOCO = ("SparseLoCo", oracles.sparse_loco)
 # No tile sends all its coefficients: the sign of what is left of a token without a gradient would be noise.
 DEMO = ("DeMo", oracles.demo)
@@ -166,6 +127,16 @@ DEMO = ("DeMo", oracles.demo)
 @pytest.mark.parametrize(
     ("method", "nodes", "inner_steps", "parameters", "values"),
     [
+        (DILOCO, 4, 4, {}, {}),
+        (LOCAL_SGD, 4, 4, {}, {}),
+        (SYNCHRONOUS, 4, 4, {}, {}),
+        (FED_OPT, 2, 2, {"server_optimizer": "adam"}, SERVER_RATE),
+        (FED_OPT, 1, 2, {"server_optimizer": "adagrad", "beta1": 0.5, "tau": 0.05}, SERVER_RATE),
+        (FED_OPT, 3, 2, {"server_optimizer": "yogi", "beta2": 0.9, "tau": 0.01}, UNEVEN | SERVER_RATE),
+        (EAGER, 1, 4, {}, {}),
+        (EAGER, 2, 2, {}, {}),
+        (EAGER, 3, 2, {}, UNEVEN),
+        (STREAMING, 3, 4, {"fragments": 1, "delay": 0, "mixing": 0.0}, {}),
         (STREAMING, 3, 4, {"fragments": 2, "delay": 1, "mixing": 0.25}, UNEVEN),
         (STREAMING, 2, 6, {"fragments": 3, "delay": 1, "mixing": 0.5}, {}),
         (STREAMING, 1, 3, {"fragments": 1, "delay": 2, "mixing": 0.0}, {}),
@@ -181,9 +152,14 @@ DEMO = ("DeMo", oracles.demo)
             UNEVEN_3_2_3 | {"gradient_clipping": 0.05, "weight_decay": 0.5},
         ),
         (DEMO, 1, 2, {"chunk": 8, "top_k": 1, "decay": 0.5}, {}),
+        (FDA, 4, 4, {"threshold": 0.05}, {}),
+        (FDA, 3, 4, {"threshold": 0.6, "check_every": 3, "max_inner_steps": 5}, {}),
+        # Its estimate decides nothing here.
+        (FDA, 4, 4, {"threshold": 1e9, "check_every": 2, "max_inner_steps": 3, "monitor": "sketch"}, {}),
+        (FDA, 1, 4, {"threshold": 0.02, "check_every": 2}, {}),
     ],
 )
-def test_methods_with_parameters(method, nodes, inner_steps, parameters, values):
+def test_methods(method, nodes, inner_steps, parameters, values):
     name, oracle = method
     assert_equals_oracle(
         lambda problem: oracle(problem, **parameters),
@@ -209,25 +185,6 @@ def test_sparta(nodes, share, with_diloco):
 
     parameters = {"share": share, "with_diloco": with_diloco}
     assert_equals_oracle(oracle, nodes, distributed_algo="SPARTA", synchronisation=parameters)
-
-
-@pytest.mark.parametrize(
-    ("nodes", "parameters"),
-    [
-        (4, {"threshold": 0.05}),
-        (3, {"threshold": 0.6, "check_every": 3, "max_inner_steps": 5}),
-        (4, {"threshold": 1e9, "check_every": 2, "max_inner_steps": 3}),
-        (1, {"threshold": 0.02, "check_every": 2}),
-    ],
-)
-def test_fda(nodes, parameters):
-    monitor = "sketch" if parameters["threshold"] == 1e9 else "linear"  # which decides nothing then
-    assert_equals_oracle(
-        lambda problem: oracles.fda(problem, **parameters),
-        nodes,
-        distributed_algo="FDA",
-        synchronisation={"monitor": monitor} | parameters,
-    )
 
 
 @pytest.mark.parametrize(
@@ -271,23 +228,6 @@ def test_locodl(nodes, parameters):
         learning_rate_for_inner_opt=0.1,
     )
     assert 0 < sum(coins) < 12 or probability == 1
-
-
-# Equal to each other
-
-
-def assert_bits_of_diloco(nodes: int, **values) -> None:
-    histories = [history_of(trainer_of(nodes, **each), 3, 4) for each in ({}, values)]
-    assert_same(*histories, tolerance=0)
-
-
-@pytest.mark.parametrize("method", ["EagerDiLoCo", "DelayedNesterov"])
-def test_one_worker_alone_is_diloco(method):
-    assert_bits_of_diloco(1, distributed_algo=method)
-
-
-def test_streaming_in_one_piece_without_delay_is_diloco():
-    assert_bits_of_diloco(3, distributed_algo="StreamingDiLoCo", synchronisation={"fragments": 1, "delay": 0})
 
 
 # Fragments under way
@@ -645,12 +585,6 @@ def test_every_fragment_has_a_layer_or_what_is_outside_of_them(outside):
     config = make_config(distributed_algo="StreamingDiLoCo", synchronisation={"fragments": len(names) + 1})
     with pytest.raises(ConfigError, match=rf"^synchronisation.fragments: must be at most {len(names)}, the layers and"):
         method_of(config, SimpleNamespace(blocks=blocks))
-
-
-def test_workers_that_groups_do_not_divide_are_refused_before_work_starts():
-    values = {"number_of_initial_trainers": 1, "devices": ["cpu"], "smallest_worker_batch": None}
-    with pytest.raises(ConfigError, match=r"^synchronisation.group: must divide the 3 workers of a trainer, got 2$"):
-        tiny_cluster(distributed_algo="NoLoCo", nodes_per_gpu=3, **values)
 
 
 def test_parameters_without_elements_are_not_sent():

@@ -1,6 +1,5 @@
 """Methods without a barrier: their simulated clocks, and DelayedNesterov and Decoupled against oracles."""
 
-import dataclasses
 import math
 from collections.abc import Sequence
 from fractions import Fraction
@@ -23,6 +22,7 @@ from trainers import Trainer
 H = 8
 SPEEDS = [1.0, 1.0, 0.5, 0.3]
 OWN = [8, 8, 4, 2]  # floor(8 speed)
+EQUAL = [1.0] * 3
 
 
 # The clock
@@ -104,9 +104,9 @@ def test_nodes_wait_for_their_whole_group():
 # Against the oracles
 
 
-def of_speeds(method: str, parameters: dict, speeds: Sequence[float] = SPEEDS, **values) -> Trainer:
+def of_speeds(method: str, parameters: dict, speeds: Sequence[float] = SPEEDS, max_batches=(), **values) -> Trainer:
     values = {"node_speeds": list(speeds), "number_of_inner_steps_between_outers": H} | values
-    return trainer_of(len(speeds), (), speeds, distributed_algo=method, synchronisation=parameters, **values)
+    return trainer_of(len(speeds), max_batches, speeds, distributed_algo=method, synchronisation=parameters, **values)
 
 
 ROUNDS = 3
@@ -121,7 +121,7 @@ def assert_equals(oracle, trainer: Trainer, times: Sequence[Sequence[Fraction]])
     assert_same(history_of(trainer, ROUNDS, H), expected)
 
 
-@pytest.mark.parametrize(("nodes", "buffer"), [(3, None), (3, 1), (2, 3), (1, 2)])
+@pytest.mark.parametrize(("nodes", "buffer"), [(3, None), (3, 1), (2, 3), (1, 2), (1, None)])
 def test_delayed_nesterov(nodes, buffer):
     times = oracles.step_times([2] * nodes, 2, 3)
     assert_equals_oracle(
@@ -158,60 +158,28 @@ def test_delayed_nesterov_with_repeated_arrivals(leg, buffer, link):
 
 
 @pytest.mark.parametrize(
-    ("parameters", "link"),
+    ("parameters", "link", "speeds", "max_batches"),
     [
-        ({"fragments": 1, "quorum": 1, "steps": 8}, None),
-        ({"fragments": 2, "quorum": 2, "steps": 5}, None),
-        ({"fragments": 2, "steps": 5}, "1s"),  # by default three of four
-        ({"fragments": 3, "quorum": 3, "steps": 4, "mixing": 0.25}, "3s"),
-        ({"fragments": 2, "quorum": 4, "steps": 6}, "500kb/s,1s"),
+        ({"fragments": 1, "quorum": 1, "steps": 8}, None, SPEEDS, ()),
+        ({"fragments": 2, "quorum": 2, "steps": 5}, None, SPEEDS, ()),
+        ({"fragments": 2, "steps": 5}, "1s", SPEEDS, ()),  # by default three of four
+        ({"fragments": 3, "quorum": 3, "steps": 4, "mixing": 0.25}, "3s", SPEEDS, ()),
+        ({"fragments": 2, "quorum": 4, "steps": 6}, "500kb/s,1s", SPEEDS, ()),
+        ({"fragments": 2, "quorum": 1}, None, EQUAL, ()),
+        ({"fragments": 1, "quorum": 3}, None, EQUAL, (64, 1, 64)),
     ],
 )
-def test_decoupled_diloco(parameters, link):
-    trainer = of_speeds("Decoupled", parameters, link=link)
-    values = {"mixing": 0.5, "quorum": 3} | parameters
+def test_decoupled_diloco(parameters, link, speeds, max_batches):
+    trainer = of_speeds("Decoupled", parameters, speeds, max_batches, link=link)
+    own = [int(H * speed) for speed in speeds]
+    values = {"mixing": 0.5, "quorum": 3, "steps": H} | parameters
 
     def oracle(problem):
         sizes = [len(each) for each in oracles.fragment_indices(problem.shapes, parameters["fragments"])]
         travel = [Link.parse(link).seconds(2 * 8 * size) / STEP_SECONDS if link else 0.0 for size in sizes]
-        return oracles.decoupled(problem, OWN, travel=travel, **values)
+        return oracles.decoupled(problem, own, travel=travel, **values)
 
-    assert_equals(oracle, trainer, oracles.step_times(OWN, H, ROUNDS))
-
-
-# Equal to methods with a barrier where all are equally fast
-
-
-@pytest.mark.parametrize(
-    ("method", "parameters", "other", "other_parameters"),
-    [
-        ("Decoupled", {"fragments": 1, "quorum": 1}, "DiLoCo", {}),
-        ("Decoupled", {"fragments": 1, "quorum": 3}, "DiLoCo", {}),
-        ("Decoupled", {"fragments": 2}, "StreamingDiLoCo", {"fragments": 2, "delay": 0, "mixing": 0.0}),
-        ("DelayedNesterov", {"steps": 4}, "DelayedNesterov", {}),
-        ("DelayedNesterov", {"steps": 4, "buffer": 2}, "DelayedNesterov", {"buffer": 2}),
-    ],
-)
-def test_equally_fast_workers_make_it_another_method(method, parameters, other, other_parameters):
-    trainers = [
-        trainer_of(3, distributed_algo=method, synchronisation=parameters),
-        trainer_of(3, distributed_algo=other, synchronisation=other_parameters),
-    ]
-    first, second = (history_of(trainer, 3, 4) for trainer in trainers)
-    for (shared, workers), (other_shared, other_workers) in zip(first, second, strict=True):
-        assert np.array_equal(shared, other_shared)
-        assert other == "DiLoCo" or np.array_equal(workers, other_workers)
-
-
-def test_workers_count_as_the_squares_of_their_examples():
-    """Equal steps give DiLoCo with other weights."""
-    parameters = {"fragments": 1, "quorum": 3}
-    trainer = trainer_of(3, (64, 1, 64), distributed_algo="Decoupled", synchronisation=parameters)
-    problem = problem_of(trainer, 3, 4)
-    squares = dataclasses.replace(problem, weights=[weight**2 for weight in problem.weights])
-    expected = oracles.diloco(squares)[-1][0]
-    assert np.abs(oracles.diloco(problem)[-1][0] - expected).max() > 1e-6
-    np.testing.assert_allclose(history_of(trainer, 3, 4)[-1][0], expected, rtol=0, atol=1e-10)
+    assert_equals(oracle, trainer, oracles.step_times(own, H, ROUNDS))
 
 
 # Bytes and values
