@@ -25,6 +25,8 @@ class Problem:
         start: the initial parameters.
         gradient: from a worker, an inner step (from 0, over the whole run) and parameters to the worker's gradient.
         weights: of the workers in means, in any unit.
+        ends: the inner steps of the run, from 1, with which each worker ends its own.
+        warmup_steps: inner steps of the run over which the learning rate grows.
         clip: the largest norm of a gradient.
         shapes: (name, start, stop, shape) of the tensors in the vector.
     """
@@ -35,7 +37,9 @@ class Problem:
     rounds: int
     gradient: Callable[[int, int, Vector], Vector]
     weights: Sequence[float]
+    ends: Sequence[Sequence[int]]
     learning_rate: float
+    warmup_steps: int
     betas: tuple[float, float]
     weight_decay: float
     clip: float | None
@@ -67,12 +71,13 @@ class Workers:
     def __init__(self, problem: Problem, sgd: bool = False):
         self.problem = problem
         self.sgd = sgd
+        self.lr = problem.learning_rate
         self.m = [0.0] * problem.workers
         self.v = [0.0] * problem.workers
         self.t = [0] * problem.workers
 
     def update(self, i: int, theta: Vector, g: Vector) -> Vector:
-        lr = self.problem.learning_rate
+        lr = self.lr
         if self.sgd:
             return theta - lr * g
         beta1, beta2 = self.problem.betas
@@ -87,7 +92,13 @@ class Workers:
         return self.update(i, theta, self.problem.clipped(self.problem.gradient(i, step, theta)))
 
     def step_all(self, step: int, thetas: Sequence[Vector]) -> list[Vector]:
-        return [self.step(i, step, theta) for i, theta in enumerate(thetas)]
+        """Let the workers make a step that end one of their own with this step of the run, from 0."""
+        self.lr = self.problem.learning_rate * min(1.0, (step + 1) / max(1, self.problem.warmup_steps))
+        thetas = list(thetas)
+        for i, ends in enumerate(self.problem.ends):
+            if step + 1 in ends:
+                thetas[i] = self.step(i, ends.index(step + 1), thetas[i])
+        return thetas
 
     def round(self, number: int, thetas: Sequence[Vector]) -> list[Vector]:
         for step in self.problem.steps(number):

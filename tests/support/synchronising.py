@@ -61,7 +61,7 @@ def trainer_of(nodes: int = 4, max_batches: Sequence[int] = (), speeds: Sequence
 def problem_of(trainer: Trainer, rounds: int, inner_steps: int, ends: Sequence[Sequence[int]] | None = None) -> Problem:
     """Return the same as a problem of the oracles; gradients come from a copy of the model.
 
-    ends: inner steps of the run after which each worker has made its own; None: it makes all of them.
+    ends: the inner steps of the run, from 1, with which each worker ends its own; None: it makes all of them.
     """
     model = trainer.worker_group.first_model
     config = trainer._config
@@ -69,7 +69,7 @@ def problem_of(trainer: Trainer, rounds: int, inner_steps: int, ends: Sequence[S
     named = dict(module.named_parameters())
     workers = len(trainer.nodes)
     sizes = [trainer.split_work().plans[worker].effective_batch for worker in range(workers)]
-    ends = ends or [range(rounds * inner_steps)] * workers
+    ends = ends or [range(1, rounds * inner_steps + 1)] * workers
     cursor = copy.deepcopy(trainer.cursor)
     # Examples are read in the order in which steps end, and of the workers.
     in_order = sorted((end, worker, step) for worker, own in enumerate(ends) for step, end in enumerate(own))
@@ -96,7 +96,9 @@ def problem_of(trainer: Trainer, rounds: int, inner_steps: int, ends: Sequence[S
         rounds=rounds,
         gradient=gradient,
         weights=sizes,
+        ends=ends,
         learning_rate=config.learning_rate_for_inner_opt,
+        warmup_steps=config.warmup_steps,
         betas=getattr(inner_optimizer_of(config), "betas", (0.9, 0.99)),
         weight_decay=config.weight_decay,
         clip=config.gradient_clipping,

@@ -1,5 +1,6 @@
-"""Methods without a barrier: their simulated clocks, and DelayedNesterov and Decoupled against oracles."""
+"""Workers that are not equally fast: simulated clocks, and methods without and with a barrier against oracles."""
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from fractions import Fraction
@@ -180,6 +181,23 @@ def test_decoupled_diloco(parameters, link, speeds, max_batches):
         return oracles.decoupled(problem, own, travel=travel, **values)
 
     assert_equals(oracle, trainer, oracles.step_times(own, H, ROUNDS))
+
+
+@pytest.mark.parametrize(
+    ("method", "oracle", "parameters"),
+    [
+        ("DiLoCo", oracles.diloco, {}),
+        ("StreamingDiLoCo", oracles.streaming_diloco, {"fragments": 2, "delay": 1, "mixing": 0.25}),
+    ],
+)
+def test_slower_workers_make_fewer_inner_steps_and_count_less(method, oracle, parameters):
+    """With a barrier; the learning rate warms up in the steps of the fastest."""
+    trainer = of_speeds(method, parameters, balance="steps", warmup_steps=20)
+    assert_equals(
+        lambda problem: oracle(dataclasses.replace(problem, weights=OWN), **parameters),
+        trainer,
+        oracles.step_times(OWN, H, ROUNDS),
+    )
 
 
 # Bytes and values

@@ -1,7 +1,6 @@
 """Nodes of unequal speed: the division of work, the weights of means, and the virtual clock."""
 
 import contextlib
-import copy
 import csv
 import json
 import math
@@ -9,7 +8,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from algorithms.nodes.traffic import Event, Link
 from algorithms.nodes.virtual_clock import Clocks, joined
@@ -17,20 +15,12 @@ from algorithms.synchronisation import METHODS
 from algorithms.synchronisation.delayed_nesterov import DelayedNesterov
 from algorithms.synchronisation.group import Outer
 from fabrics.config_checks import CHECKS
-from fabrics.data.examples import PackedSequences
 from fabrics.training import inner_loop
 from fabrics.training.inner_loop import InnerLoop
-from fabrics.training.worker import Node
 from tests.support.helpers import (
-    CPU,
     Recorder,
     light_cluster,
     make_config,
-    make_trainer,
-    parameters_of,
-    peek,
-    random_sequences,
-    tiny_llama,
     train,
 )
 from tests.support.runs import record_run
@@ -68,44 +58,6 @@ def test_equal_speeds_give_the_same_bits_as_none():
     assert same_bits(plain, trained(node_speeds=SPEEDS)[0])  # speeds without balance only drive the clock
 
 
-def test_fewer_inner_steps_equal_an_independent_implementation():
-    """DiLoCo with workers that make 4 and 2 inner steps of a round; slices of data are in the order of the steps."""
-    config = make_config(
-        INITIAL_BATCH_SIZE=6, sampling_method="none", balance="steps", node_speeds=[1, 0.5], warmup_steps=6
-    )
-    model, sequences = tiny_llama(), random_sequences(70)
-    trainer = make_trainer(copy.deepcopy(model), config, PackedSequences(sequences), nodes=2)
-    trainer.assign_nodes((Node(0, CPU, 64, 1), Node(1, CPU, 64, 0.5)))
-    stream = torch.from_numpy(sequences[peek(trainer.cursor, 0, 54)]).long()
-    train(trainer, 3, inner_steps=4)
-
-    replicas = [copy.deepcopy(model) for _ in range(2)]
-    inner = [torch.optim.AdamW(r.parameters(), lr=0, betas=(0.9, 0.99), weight_decay=0.1) for r in replicas]
-    outer = torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True)
-    position = 0
-    for step in range(12):
-        if step % 4 == 0:
-            for replica in replicas:
-                replica.load_state_dict(model.state_dict())
-        for worker in (0, 1) if step % 2 else (0,):
-            ids, position = stream[position : position + 3], position + 3
-            for group in inner[worker].param_groups:
-                group["lr"] = 0.01 * min((step + 1) / 6, 1)
-            inner[worker].zero_grad()
-            logits = replicas[worker](input_ids=ids).logits
-            F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()).backward()
-            torch.nn.utils.clip_grad_norm_(replicas[worker].parameters(), 1.0)
-            inner[worker].step()
-        if step % 4 == 3:
-            for mean, fast, slow in zip(model.parameters(), *(r.parameters() for r in replicas), strict=True):
-                mean.grad = mean.detach() - (2 * fast.detach() + slow.detach()) / 3
-            outer.step()
-    assert position == 54
-    for name, tensor in parameters_of(trainer).items():
-        expected = dict(model.named_parameters())[name]
-        torch.testing.assert_close(tensor, expected.detach(), rtol=1e-9, atol=1e-11, msg=name)
-
-
 def test_epochs_end_exactly_with_fewer_steps():
     """One and a half epochs of 96 examples, in rounds of (8 + 8 + 4 + 2) x 2 examples."""
     cluster, rounds = trained(
@@ -115,26 +67,6 @@ def test_epochs_end_exactly_with_fewer_steps():
     assert [result.reports[0].examples for result in rounds] == [44, 44, 44, 2 * (2 + 2 + 1 + 1)]
     assert cluster.counters.examples == cluster.trainers[0].cursor.positions[0] == 144
     assert cluster.counters.tokens == 144 * 9
-
-
-def test_at_a_stop_slower_workers_have_made_fewer_steps(monkeypatch):
-    seen, exchange = [], METHODS["StreamingDiLoCo"].exchange
-
-    def looking(self, group):
-        seen.append((group.clock.step, [loop.done for loop in loops]))
-        exchange(self, group)
-
-    loops, init = [], InnerLoop.__init__
-
-    def made(self, *arguments):
-        init(self, *arguments)
-        loops.append(self)
-
-    monkeypatch.setattr(InnerLoop, "__init__", made)
-    monkeypatch.setattr(METHODS["StreamingDiLoCo"], "exchange", looking)
-    values = {"balance": "steps", "node_speeds": SPEEDS, "number_of_inner_steps_between_outers": 8}
-    train(trainer_of(4, (), SPEEDS, distributed_algo="StreamingDiLoCo", **values), 1, inner_steps=8)
-    assert seen == [(4, [4, 4, 2, 1]), (5, [5, 5, 2, 1]), (8, [8, 8, 4, 2])]
 
 
 @pytest.mark.parametrize("name", METHODS)
