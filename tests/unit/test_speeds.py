@@ -23,12 +23,8 @@ from tests.support.helpers import (
     make_config,
     train,
 )
-from tests.support.runs import record_run
 from tests.support.synchronising import trainer_of
 from training_logs.recording.node_log import NodeLog
-from training_logs.showing.plots import draw, draw_node_times
-from training_logs.showing.report import headline
-from training_logs.showing.run_data import read_run
 from utils.config.reading import parse_config
 from utils.config.schema import ConfigError
 
@@ -106,23 +102,6 @@ def test_a_slow_node_gets_its_measured_share():
     again = light_cluster(**(GROWING | {"balance": "batch"}))
     again.pool.load_state_dict(json.loads(json.dumps(cluster.pool.state_dict())))
     assert [node.speed for node in again.nodes] == pytest.approx([100, 100, 100, 25])
-
-
-@pytest.mark.usefixtures("slow_node")
-def test_the_run_folder_says_how_long_nodes_waited(tmp_path):
-    values = {"INITIAL_BATCH_SIZE": 32, "max_batch_size": 64, "sampling_method": "none", "balance": "batch"}
-    values |= {"max_requested_batch": 32, "number_of_initial_trainers": 1, "number_of_outer_steps": 2}
-    run = read_run(record_run(tmp_path, **values))
-    # Rounds of 3 steps, 8 examples each: 0.24 and 0.96 s; then 10 and 2: 0.3 and 0.24 s.
-    expected = (3 * 0.72 + 0.06) / (4 * (0.96 + 0.3))
-    assert run.summary["waiting_share"] == pytest.approx(expected)
-    assert headline(run)["nodes wait"] == "44.0% of the rest"
-    (times,) = draw(run, [(draw_node_times, "outer_step")]).axes
-    busy, waiting, exchanging, idle = ([bar.get_height() for bar in bars] for bars in times.containers)
-    assert busy == pytest.approx([0.54] * 3 + [1.2])
-    assert waiting == pytest.approx([0.72] * 3 + [0.06])
-    assert exchanging == [0.0] * 4
-    assert idle == pytest.approx([0.0] * 4)
 
 
 # Delayed Nesterov
