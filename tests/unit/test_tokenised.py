@@ -1,11 +1,9 @@
 """Tokenised documents on disk: content, interruption, damage, several programs at once."""
 
 import itertools
-import logging
 import os
 import resource
 import shutil
-import signal
 import threading
 from pathlib import Path
 
@@ -14,21 +12,14 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from configs.make_samples import write_shard
-from fabrics.config_checks import CHECKS
 from fabrics.data import token_store
-from fabrics.data.c4 import local_source
-from fabrics.data.dataset_loader import load_data
 from fabrics.data.documents import DatasetError, Document, Skipped, Source, document_hash, split
 from fabrics.data.python_docs import python_docs_source, python_documents
 from fabrics.data.token_store import Recipe, content_digest, encode, open_tokenised, tokenised
 from fabrics.data.tokenization import END_OF_TEXT, fingerprint, train_tokenizer, vocabulary_size
 from tests.support.helpers import without_privileges
-from tests.support.programs import LIMIT_SECONDS, wait_until
-from utils.config.reading import parse_config
+from tests.support.programs import LIMIT_SECONDS
 from utils.config.schema import ConfigError
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -237,14 +228,6 @@ def test_a_file_in_place_of_a_cached_set_is_replaced(tokenizer, small, tmp_path)
     assert content(tmp_path / "set") == content(small)
 
 
-@pytest.mark.parametrize("name", [".set.lock", "set.partial"])
-def test_a_set_is_made_or_refused_whatever_is_in_its_way(tokenizer, small, tmp_path, name):
-    """A folder in place of the lock, a file in place of the unfinished set."""
-    content_of(tmp_path / name, "folder" if name == ".set.lock" else "junk")
-    with pytest.raises(ConfigError, match=f"cache_dir: cannot write .*{name}"):
-        write(tmp_path / "set", tokenizer, train=50, validation=5, cache=True)
-
-
 @pytest.mark.parametrize("largest", [1_000, 60_000])
 @pytest.mark.usefixtures("capsys")
 def test_a_full_disk_is_an_error_and_leaves_no_set(tmp_path, largest):
@@ -299,44 +282,17 @@ def test_a_damaged_set_is_made_again_by_the_first_of_two_programs_alone(tokenize
     assert len(open_tokenised(tmp_path / "set").train) == 50
 
 
-@pytest.mark.parametrize(("cache", "key"), [(True, "cache_dir"), (False, "--output_dir")])
-def test_a_folder_that_cannot_be_written_is_an_error(tokenizer, tmp_path, cache, key):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=rf"{key}: cannot write .*file"):
-        write(tmp_path / "file" / "set", tokenizer, cache=cache)
-
-
-# The script
-
-
-def test_a_killed_program_is_continued_by_the_same_command(programs, tmp_path, tokenizer_folder):
-    texts = python_documents()[:5000]
-    write_shard(tmp_path / "c4-train.00000-of-00001.json.gz", texts)
-    script = str(ROOT / "c4" / "tokenize_c4.py")
-    places = ["--model_name", tokenizer_folder, "--output_dir", tmp_path / "set", "--input", tmp_path]
-    command = [script, *map(str, places), "--create_eval_split", "--data_sample_size", "4500"]
-    program = programs.start(*command)
-    wait_until(lambda: [*tmp_path.glob("set.partial/*/train_*.npz")], "a first block", program)
-    program.send_signal(signal.SIGKILL)
-    program.wait()
-    assert not (tmp_path / "set").exists()
-    again = programs.run(*command)
-    assert "continuing an interrupted tokenisation after" in again.stderr
-    train = open_tokenised(tmp_path / "set").train
-    assert f"{len(train.tokens):,} tokens" in again.stdout
-    assert "c4_tokenized_path:" in again.stdout
-    expected = split(local_source(str(tmp_path), "en"), 4500, None)[0](Skipped())
-    assert train.hashes.tolist() == [document_hash(document.text) for document in expected]
-
-
-def test_the_log_names_the_tokenizer_that_was_asked_for(tokenizer_folder, tmp_path, caplog):
-    """Although the cached set was made with another folder, whose tokenizer is equal."""
-    (tmp_path / "text.txt").write_text("\n\n".join(python_documents()[:200]))
-    values = {"dataset": "text", "text_files": [str(tmp_path / "text.txt")], "text_documents": "blank_lines"}
-    values |= {"max_tokens": 1, "val_size": 20, "sequence_length": 16, "cache_dir": str(tmp_path / "cache")}
-    with caplog.at_level(logging.INFO):
-        for name in ("first", "second"):
-            folder = shutil.copytree(tokenizer_folder, tmp_path / name)
-            load_data(parse_config(values | {"tokenizer": str(folder)}, (), CHECKS)[0])
-            assert f"tokenizer {folder} (" in caplog.messages[-1], caplog.messages
-    assert len(list((tmp_path / "cache" / "tokenised").iterdir())) == 1
+@pytest.mark.parametrize(
+    ("name", "left", "cache"),
+    [
+        ("parent/.set.lock", "folder", True),
+        ("parent/set.partial", "junk", True),
+        ("parent", "junk", True),
+        ("parent", "junk", False),
+    ],
+)
+def test_what_is_in_the_way_of_a_set_is_named(tokenizer, tmp_path, name, left, cache):
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    content_of(tmp_path / name, left)
+    with pytest.raises(ConfigError, match=f"{'cache_dir' if cache else '--output_dir'}: cannot write .*{name}"):
+        write(tmp_path / "parent" / "set", tokenizer, train=50, validation=5, cache=cache)
