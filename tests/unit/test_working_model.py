@@ -1,7 +1,6 @@
 """Other ways to compute: bfloat16 over float32 parameters, and a compiled model."""
 
 import functools
-import shutil
 
 import pytest
 import torch
@@ -14,13 +13,9 @@ from fabrics.training.flat_model import FlatModel
 from fabrics.training.inner_loop import backward, probed_backward
 from tests.support.helpers import (
     CPU,
-    VOCABULARY,
-    OneTokenModel,
-    Recorder,
     light_cluster,
     make_config,
     random_sequences,
-    tiny_cluster,
     tiny_llama,
 )
 from utils.config.schema import ConfigError
@@ -31,7 +26,8 @@ def test_autocast_computes_in_bfloat16_and_keeps_everything_else_in_float32():
     exact = FlatModel(tiny_llama(dtype=torch.float32), CPU)
     examples = PackedSequences(random_sequences(8))
     batch = {"input_ids": examples.batch([0, 1], CPU)["input_ids"]}
-    assert working.logits(batch).dtype == torch.bfloat16
+    for model in (working, light_cluster(autocast="bfloat16").models.first):
+        assert model.logits(batch).dtype == torch.bfloat16
     assert not torch.is_autocast_enabled("cpu")
     for model in (working, exact):
         backward(model, examples, range(8))
@@ -95,47 +91,6 @@ def test_a_compiled_model_gives_the_same_gradients_and_statistics(monkeypatch):
     torch.testing.assert_close(found[1][0], found[0][0], rtol=1e-10, atol=1e-12)
     assert found[1][1] == pytest.approx(found[0][1], rel=1e-12)
     torch.compiler.reset()
-
-
-@pytest.mark.usefixtures("programs")
-@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
-def test_code_that_the_compiler_generates_is_made_once_and_kept_for_the_next_run(tmp_path, monkeypatch):
-    """Code serves all micro-batches, and a second model takes it from the folder."""
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr("torch._inductor.config.compile_threads", 1)  # more would start processes
-    # Scalar code is compiled in less time, and needs no programs that try the machine's vector instructions.
-    monkeypatch.setattr("torch._inductor.cpu_vec_isa.valid_vec_isa_list", lambda: [])
-    examples = PackedSequences(random_sequences(8))
-
-    def gradients(compiled):
-        torch.compiler.reset()
-        torch.manual_seed(0)
-        working, found = FlatModel(OneTokenModel(VOCABULARY), CPU, compiled=compiled), []
-        for count in (5, 3):
-            working.gradient.zero_()
-            backward(working, examples, range(count))
-            found.append(working.gradient.clone())
-        return torch.stack(found), {path.name for path in tmp_path.glob("fxgraph/*/*")}
-
-    (plain, none), (first, made), (second, kept) = gradients(False), gradients(True), gradients(True)
-    torch.compiler.reset()
-    assert not none
-    assert kept == made
-    assert len(made) == 2  # a forward and a backward pass
-    # Norms and the loss are in float32; other code rounds otherwise.
-    assert 0 < (first - plain).norm() < 1e-6 * plain.norm()
-    assert torch.equal(second, first)
-
-
-def test_a_run_in_bfloat16_learns_nearly_the_same():
-    losses = []
-    for autocast in (None, "bfloat16"):
-        cluster, recorder = tiny_cluster(autocast=autocast, number_of_initial_trainers=1, nodes_per_gpu=2), Recorder()
-        final = cluster.train(recorder)
-        losses.append(final[0].loss)
-        assert cluster.trainers[0].parameters.dtype == torch.float32
-    assert losses[1] != losses[0]
-    assert losses[1] == pytest.approx(losses[0], rel=0.01)
 
 
 @pytest.mark.parametrize(
