@@ -3,20 +3,16 @@
 import json
 import logging
 
-import numpy as np
 import pytest
 import torch
 
-from algorithms.batch.losses import example_losses
 from fabrics.config_checks import CHECKS
 from fabrics.data.dataset_loader import load_data
 from fabrics.data.documents import DatasetError, Document, Part, Skipped
 from fabrics.data.messages import conversations, encode, with_answers
 from fabrics.data.tokenization import train_tokenizer
-from fabrics.training.flat_model import FlatModel
-from fabrics.training.inner_loop import probed_backward
 from tests.support.chat import NUMBERS, assistant, chat_tokenizer, small_talk, user, write_messages
-from tests.support.helpers import CPU, tiny_llama
+from tests.support.helpers import CPU
 from utils.config.reading import parse_config
 from utils.config.schema import ConfigError
 
@@ -93,30 +89,6 @@ def test_a_conversation_that_is_cut_leads_to_no_warning_of_its_length(monkeypatc
     part, _ = encode(Part(lambda skipped: iter([document]), 1), tokenizer, 5, Skipped(), "training")
     assert len(part.tokens) == 5
     assert caplog.messages == []
-
-
-def test_the_statistics_are_of_the_losses_on_each_examples_own_answer(make):
-    """An example's loss is the mean over its answer's tokens, however many; its norm is one backward pass."""
-    talk = [[user(f"w{n}"), assistant("w1 " * n)] for n in range(1, 7)]
-    examples = load_data(make(talk)).train
-    module = tiny_llama()
-    batch = examples.batch(range(5), CPU)
-    logits = module(batch["input_ids"]).logits.detach()
-    by_hand = []
-    for row, labels in zip(logits.log_softmax(2), batch["labels"], strict=True):
-        places = [place for place in range(1, 64) if labels[place] != -100]
-        by_hand.append(-sum(row[place - 1, labels[place]] for place in places) / len(places))
-    losses = example_losses(logits, batch["labels"])
-    assert losses.tolist() == pytest.approx([loss.item() for loss in by_hand], rel=1e-12)
-
-    squared_norms = []
-    for index in range(5):
-        alone = examples.batch([index], CPU)
-        module.zero_grad()
-        example_losses(module(alone["input_ids"]).logits, alone["labels"]).sum().backward()
-        squared_norms.append(sum(p.grad.square().sum().item() for p in module.parameters()))
-    _, probe = probed_backward(FlatModel(tiny_llama(), CPU), examples, np.arange(5))
-    assert (25 * probe.squared_norms).tolist() == pytest.approx(squared_norms, rel=1e-6)  # norms are float32
 
 
 @pytest.mark.parametrize(
