@@ -22,7 +22,6 @@ from transformers import (
 from algorithms.batch.losses import example_losses
 from fabrics.data.examples import PackedSequences
 from fabrics.data.tokenization import load_tokenizer
-from fabrics.models import export
 from fabrics.models.export import save_model
 from fabrics.models.initialisation import check_architecture, meta_model
 from fabrics.models.model_family import build_model, is_pretrained, reinitialise_output_layer
@@ -31,7 +30,6 @@ from fabrics.training.inner_loop import probed_backward
 from tests.support.helpers import (
     CPU,
     TINY_ARCHITECTURE,
-    LocalProcesses,
     Recorder,
     make_config,
     tiny_bert,
@@ -241,11 +239,6 @@ def test_a_model_of_any_architecture_needs_a_name_and_has_its_values(tokenizer):
         build_model("causal_lm", {"name": "a", "preset": "demo"}, tokenizer, 9, 0)
 
 
-def test_a_number_with_an_exponent_needs_no_point(tokenizer):
-    model = build_model("microllama", {"preset": "demo", "rms_norm_eps": "1e-3"}, tokenizer, 9, 0)
-    assert model.config.rms_norm_eps == 1e-3
-
-
 def test_a_model_of_few_tokens_is_checked_and_planned_without_its_tokenizer():
     config = make_config(model_config={"preset": "demo", "vocab_size": 30})
     check_architecture(config)
@@ -351,18 +344,3 @@ def test_a_model_is_written_from_a_given_state_as_from_its_own(tmp_path):
     save_model(model, None, tmp_path / "own")
     for path in (tmp_path / "own").iterdir():
         assert path.read_bytes() == (tmp_path / "given" / path.name).read_bytes()
-
-
-def test_models_that_cannot_be_written_are_a_problem_and_no_error(tmp_path, monkeypatch):
-    def refuse(*_arguments, **_keywords):
-        raise OSError("no room")
-
-    monkeypatch.setattr(export, "save_model", refuse)
-    model = FlatModel(tiny_llama(), CPU)
-    parameters = model.parameters.detach().clone()
-    folders, problem = export.save_models(
-        tmp_path / "models", range(3), lambda trainer: parameters, model, None, LocalProcesses()
-    )
-    assert folders == {}
-    assert "could not be written" in problem
-    assert "no room" in problem
