@@ -214,6 +214,7 @@ def test_a_layer_without_per_example_gradients_is_a_clear_error(monkeypatch):
         cluster.train(Recorder())
     with pytest.raises(ConfigError, match=message):
         light_cluster(max_batch_size=None, **values)
+    light_cluster(max_batch_size=None, sampling_method="none")  # a plain pass is measured
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), MemoryError(), RuntimeError("x")])

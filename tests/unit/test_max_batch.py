@@ -139,20 +139,6 @@ def test_devices_are_compared_if_every_worker_begins_with_two_examples(nodes, tr
         check_statistics(make_config(**values, INITIAL_BATCH_SIZE=most_workers), pool, 64)
 
 
-@pytest.mark.parametrize(("method", "expected"), [("norm_test", "probed"), ("none", "plain")])
-def test_probed_steps_are_measured_if_the_run_probes_steps(monkeypatch, method, expected):
-    steps = set()
-    for name, step in (("plain", max_batch.backward), ("probed", max_batch.probed_backward)):
-
-        def recorded(*arguments, name=name, step=step):
-            steps.add(name)
-            return step(*arguments)
-
-        monkeypatch.setattr(max_batch, step.__name__, recorded)
-    tiny_cluster(max_batch_size=None, sampling_method=method)
-    assert steps == {expected}
-
-
 def test_memory_is_measured_with_the_longest_example():
     examples, widths = padded([[1, 2, 3]] * 50 + [[1] * 70] + [[1, 2]] * 49), set()
 
