@@ -10,18 +10,15 @@ from algorithms.synchronisation import METHODS
 from algorithms.synchronisation.diloco import nesterov_step
 from cluster import Cluster
 from fabrics.config_checks import CHECKS
-from fabrics.pool.node_pool import NodePool
 from fabrics.training.inner_loop import InnerLoop
 from fabrics.training.outer_round import OuterRound
-from fabrics.training.work_split import draw_lost_messages, draw_participants, participant_count, scheduled_nodes
+from fabrics.training.work_split import draw_lost_messages, draw_participants, participant_count
 from fabrics.training.worker import COPY, RoundKey
 from tests.support import matrix
 from tests.support.helpers import (
-    CPU,
     Recorder,
     examples_of_an_epoch,
     light_cluster,
-    make_config,
     recorded_pseudo_gradients,
     train,
 )
@@ -39,12 +36,6 @@ def round_key(number: int = 0, trainer: int = 0, seed: int = 42) -> RoundKey:
 
 
 # Draws
-
-
-def test_a_schedule_gives_nodes_by_progress():
-    schedule = [[0.0, 4], [0.5, 8], [0.8, 2]]
-    expected = {0.0: 4, 0.4999: 4, 0.5: 8, 0.7999: 8, 0.8: 2, 1.0: 2}
-    assert {progress: scheduled_nodes(schedule, progress) for progress in expected} == expected
 
 
 @pytest.mark.parametrize(
@@ -74,12 +65,6 @@ def test_messages_are_lost_independently():
     both = sum({0, 3} <= each for each in lost)
     assert abs(both - 3000 / 16) < 5 * 176**0.5
     assert not any(draw_lost_messages(0.99, round_key(number), (2,)) for number in range(100))  # a lone worker
-
-
-def test_the_first_nodes_work():
-    config = make_config(node_schedule=[[0, 2], [0.5, 4]], nodes_per_gpu=4)
-    pool = NodePool([CPU] * 4, config)
-    assert [[node.id for node in pool.working(done)] for done in (0.0, 0.5)] == [[0, 1], [0, 1, 2, 3]]
 
 
 def cluster_of(**values) -> Cluster:
