@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import time
 from pathlib import Path
 
 import pytest
@@ -92,14 +91,6 @@ def test_git_that_is_missing_fails_or_hangs_costs_nothing_but_the_answer(checkou
     assert code_of(checkout) == Code("unknown", None)
 
 
-def test_the_machine_is_this_one():
-    found = machine([CPU])
-    assert found["host"] == os.uname().nodename
-    assert found["gpus"] == {}
-    assert found["memory_bytes"] == os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    assert found["cpu"]
-
-
 def test_processes_are_put_together_by_machine():
     gpus = {name: {"name": "H200", "memory_bytes": 5} for name in ("GPU-1", "GPU-2", "GPU-3")}
 
@@ -111,16 +102,6 @@ def test_processes_are_put_together_by_machine():
         {"host": "a", "cpu": "x", "gpus": [gpus["GPU-1"], gpus["GPU-2"]], "processes": 3},
         {"host": "b", "cpu": "x", "gpus": [gpus["GPU-3"]], "processes": 1},
     ]
-
-
-def test_the_command_can_be_given_to_a_shell_again(monkeypatch):
-    arguments = ["run.py", "model_config={name: a b, pretrained: true}", "text_files=['*.py']"]
-    monkeypatch.setattr(provenance.sys, "argv", arguments)
-    origin = Origin.of_this_program(time.perf_counter(), Code("c", False), [machine([CPU])])
-    python = origin.command.split()[0]
-    assert python.startswith("python")
-    shell = command("bash", "-c", f'{python}() {{ printf "%s\\n" "$@"; }}; {origin.command}')
-    assert shell.stdout.splitlines() == arguments
 
 
 def entered(folder: Path, code: Code, first_round: int, state=None) -> Invocations:
