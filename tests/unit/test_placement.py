@@ -16,7 +16,6 @@ from utils.distributed.devices import (
     gpus_of_their_own,
     own_device,
     shard_group_sites,
-    share_of,
     share_out,
     transport_device,
 )
@@ -34,11 +33,6 @@ def slots_of(found: list[Site], nodes_per_device: int = 1) -> list[tuple[int, st
     """Owner, device name and identity of every node."""
     slots = share_out(found, nodes_per_device)
     return [(slot.owner, slot.device, slot.identity.removeprefix("GPU-")) for slot in slots]
-
-
-def test_shares_are_near_equal_and_consecutive():
-    assert [list(share_of(range(7), index, 3)) for index in range(3)] == [[0, 1, 2], [3, 4], [5, 6]]
-    assert [list(share_of(range(4), index, 4)) for index in range(4)] == [[0], [1], [2], [3]]
 
 
 def test_processes_that_see_the_same_devices_share_their_nodes():
@@ -111,26 +105,16 @@ def test_nccl_alone_cannot_connect_processes_that_share_a_device(device, identit
         transport_device(torch.device(device), [identity, identity], "cuda:nccl")
 
 
-@pytest.mark.parametrize(
-    ("different", "nodes", "warns"),
-    [
-        ({}, 4, True),
-        ({"module": torch.nn.Linear(300_000_000, 1, device="meta").requires_grad_(False)}, 4, False),
-        ({"compiled": "reduce-overhead"}, 4, False),
-        ({"shard_group": SimpleNamespace(size=2)}, 4, False),
-        ({"device": torch.device("cpu")}, 4, False),
-        ({}, 1, False),
-    ],
-)
-def test_nodes_that_take_turns_on_a_gpu_with_a_small_model_are_a_warning(different, nodes, warns):
-    like = {
-        "module": torch.nn.Linear(100_000, 1, device="meta"),
-        "device": torch.device("cuda", 0),
-        "compiled": False,
-        "shard_group": SimpleNamespace(size=1),
-    }
-    found = turns_warning(SimpleNamespace(**(like | different)), nodes)
-    assert [text.startswith("processes: 4 nodes take turns on cuda:0") for text in found] == [True] * warns
+def test_nodes_that_take_turns_on_a_gpu_with_a_small_model_are_a_warning():
+    model = SimpleNamespace(
+        module=torch.nn.Linear(100_000, 1, device="meta"),
+        device=torch.device("cuda", 0),
+        compiled=False,
+        shard_group=SimpleNamespace(size=1),
+    )
+    (warning,) = turns_warning(model, 4)
+    assert warning.startswith("processes: 4 nodes take turns on cuda:0")
+    assert turns_warning(model, 1) == []
 
 
 def test_impossible_placements_are_refused():
