@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.compare import results
 from benchmarks.compare.compare import carry_out
-from benchmarks.compare.report import caption, final_table, overview, page, target, target_table, verdict_table
+from benchmarks.compare.report import final_table, overview, page, verdict_table
 from benchmarks.compare.results import Results, mean_curve, paired_difference, same_data, used_until
 from benchmarks.compare.spec import COMPARISONS, ROOT
 
@@ -135,38 +135,10 @@ def test_runs_are_compared_only_where_usage_allows_a_verdict():
     assert results.verdict("a", "communications") == "better"
 
 
-def test_page_has_setting_caption_verdicts_and_origin():
+def test_page_names_its_file_commit_and_range_of_tokens():
     text = page(made_results())
     assert text.startswith("# Made (letters, 1.2M parameters, 0.0001M to 0.0004M tokens, 3 seeds)\n\n**Question:** ")
-    assert "| examples per step | tokens | communications | bytes |" in text
-    assert "| method | tokens: 200<br>communications: 20<br>bytes: 10.0 kB |" in text
-    assert f"| b | not significant |\n| c | {EARLIER} |\n| d | {MORE} |" in text
-    assert "| c | 24.20 ± 1.10 | +10.0% (+10.0 to +10.0) | 1 | 100 | 10 | 5.0 kB |" in text
     assert "compare.py /elsewhere/made.yaml` with commit c0ffee+ (+ marks" in text
-    assert "a: {balance: null}" in text
-    assert "Simulated time" not in text
-    assert "| commit | rows |" not in text
-    results = made_results()
-    results.raw["outcomes"][1]["commit"] = "decade"  # seed 1 of b
-    for run in results.raw["outcomes"]:  # at most a tenth more tokens than another
-        run["curves"]["tokens"][-1] = 200 + run["seed"]
-    assert "0.0002M tokens, 3 seeds)" in page(results)
-    assert "| examples per step | inner steps | communications | bytes |" in page(results)
-    assert "| c0ffee+ | a<br>c<br>d<br>b |\n| decade | b |" in page(results)
-
-
-def test_answer_can_name_the_mean_of_a_method():
-    results = made_results()
-    results.raw["comparison"]["answer"] = "It ends at {c}, with {low: 1}."
-    assert caption(results).endswith("It ends at 24.20, with {low: 1}.")
-
-
-def test_usage_until_the_target_that_every_run_of_the_reference_reaches():
-    results = made_results()
-    assert target(results, "a") == 23.0
-    rows = target_table(results).splitlines()
-    assert rows[-1].startswith("| d | 3 of 3 | 0 to 400 | ")  # the only evaluations
-    assert rows[-2].startswith("| c | 0 of 3 | - |")
 
 
 def stop(results: Results, method: str, *seeds: int) -> None:
@@ -211,12 +183,6 @@ def test_one_of_several_references_may_have_stopped(stopped):
     assert f"| {'b' if stopped == 'a' else 'd'} | {stopped} | not comparable: stopped or other data |" in text
     assert f"| {'b' if stopped == 'a' else 'd'} | the reference stopped | - |" in text
     assert f"| {'d | 3 of 3: 25.30' if stopped == 'a' else 'b | 2 of 3: 23.00'} |" in text
-
-
-def test_one_seed_has_no_interval():
-    results = made_results(seeds=1)
-    assert "| c | 23.10 | +10.0% |" in final_table(results)
-    assert "With one seed a verdict is only the sign of a difference." in page(results)
 
 
 def test_old_outcomes_are_told_apart_by_the_metric_of_the_untrained_model():
