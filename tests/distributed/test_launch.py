@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore
 
 import run
-from tests.support.runs import assert_same_run, write_config
+from tests.support.runs import write_config
 from utils.config.reading import parse_config
 from utils.distributed import launch
 from utils.distributed.devices import Rank
@@ -331,19 +331,6 @@ def test_a_checkpoint_may_take_longer_than_a_collective_within_a_round(programs,
     values = {"save_weights_every": 1, "number_of_outer_steps": 1, "collective_timeout_minutes": 0.05}
     config = write_config(tmp_path, cache_dir, processes=2, plugins=[str(tmp_path / "slow.py")], **values)
     programs.run("run.py", "--config", config)
-
-
-def test_processes_of_torchrun_resume_from_the_last_checkpoint(programs, tmp_path, cache_dir):
-    """Its agents, which start them again, are in test_elastic.py."""
-    values = {"number_of_outer_steps": 8, "save_weights_every": 1, "max_requested_batch": 16}
-    configuration = write_config(tmp_path, cache_dir, **values)
-    killed = ["tests/support/killed.py", tmp_path / "logs", 400, 0]  # in the third or fourth round
-    own = ["run.py", "--config", configuration, "--resume", "auto", "run_name=mine"]
-    programs.torchrun(2, *killed, *own, status=1)
-    assert "resumed after round" in programs.torchrun(2, *own).stdout
-    programs.torchrun(2, "run.py", "--config", configuration, f"log_dir={tmp_path / 'whole'}")
-    expected = next((tmp_path / "whole").iterdir())
-    assert_same_run(tmp_path / "logs" / "mine", expected)
 
 
 DIFFERENT = """
