@@ -1,6 +1,5 @@
 """Every synchronisation method through resumes, merges, moving nodes and faults; see tests/support/matrix.py."""
 
-import itertools
 import json
 
 import pytest
@@ -13,7 +12,7 @@ from tests.support import matrix, matrix_killed
 from tests.support.helpers import CPU, Recorder, train
 from trainers import Trainer
 from utils.config.schema import ConfigError
-from utils.distributed.reductions import Mean, Messages, Workers
+from utils.distributed.reductions import Workers
 
 pytestmark = pytest.mark.long
 
@@ -261,29 +260,6 @@ def test_what_a_worker_has_not_sent_reaches_the_parameters_before_it_ends(name, 
     unmoved = after("")
     for tensor in matrix.trainer_of(name, workers=2).workers[1].state:
         assert torch.equal(after(tensor), unmoved) == (tensor in NO_PROGRESS.get(name, ())), tensor
-
-
-@pytest.mark.parametrize("name", matrix.METHODS)
-def test_a_method_reports_the_bytes_of_its_encoded_messages(name, monkeypatch):
-    """Four workers, in float32, whose answers are as long as messages; zeros that fill the last row are not counted."""
-    sent: list[tuple[object, int]] = []
-    for owner in (Mean, Messages):
-
-        def recorded(self, worker, encoded, add=owner.add):
-            sent.append((self, encoded.nbytes))
-            add(self, worker, encoded)
-
-        monkeypatch.setattr(owner, "add", recorded)
-    trainer = matrix.trainer_of(name, workers=4)
-    events = [event for report in train(trainer, 2, matrix.INNER_STEPS) for event in report.events]
-    exchanges = [list(group) for _, group in itertools.groupby(sent, key=lambda entry: id(entry[0]))]
-    assert len(events) == len(exchanges) > 0
-    for event, exchange in zip(events, exchanges, strict=True):
-        averages = isinstance(exchange[0][0], Mean)
-        times = {"all": 3 + 3 * averages, "groups of 2": 1, "server": 2}[event.through]
-        reported = 4 * event.bytes_per_worker / times
-        encoded = sum(size for _, size in exchange) / (4 if averages and event.through == "all" else 1)
-        assert 0 <= encoded - reported < 64 * len(exchange)
 
 
 # Faults
