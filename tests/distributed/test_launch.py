@@ -135,14 +135,6 @@ def test_a_store_that_is_gone_at_the_end_of_a_round_is_a_lost_process(monkeypatc
     two.stalls.close()
 
 
-def test_a_child_that_was_killed_is_named(programs):
-    child = programs.start("-c", "import time; time.sleep(10_000)")
-    watcher = PeerWatch({1: child})
-    child.kill()
-    assert explained(watcher) == f"rank 1 (process {child.pid}) was killed (SIGKILL); out of memory?"
-    watcher.close()
-
-
 def test_a_process_that_waits_for_one_that_died_is_ended(programs):
     """The waiting call never returns to Python, like a collective on GPUs."""
     ended = programs.run("-c", WAITING, status=1)
