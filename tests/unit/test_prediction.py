@@ -34,13 +34,6 @@ def test_the_laws_by_hand():
     assert [doubling.batch(number) for number in (2, 3, 4)] == pytest.approx([16.0, 20.0, 20.0])
 
 
-def test_communications_grow_like_the_examples_their_root_or_their_logarithm():
-    assert CONSTANT.rounds(0, 1e8) / CONSTANT.rounds(0, 1e6) == pytest.approx(100.0)
-    assert LINEAR.rounds(0, 1e8) / LINEAR.rounds(0, 1e6) == pytest.approx(10.0, rel=0.02)
-    per_decade = GEOMETRIC.rounds(0, 1e9) - GEOMETRIC.rounds(0, 1e8)
-    assert per_decade == pytest.approx(math.log(10) / math.log(1.25), rel=0.01)
-
-
 @pytest.mark.parametrize("true", [LINEAR, GEOMETRIC, BatchLaw("linear", 90.0, 30.0), BatchLaw("geometric", 20.0, 0.08)])
 def test_a_law_without_noise_is_found_exactly(true):
     law, other = fit_laws([true.batch(number) for number in range(1, 20)])
