@@ -87,14 +87,6 @@ def test_workers_that_read_the_same_shares_take_consecutive_slices():
     assert {*one, *two, *three} | rest == set(range(20))
 
 
-def test_a_worker_reads_its_own_share_alone():
-    cursor = DataCursor(Shares(5, (8, 12, 4)), [0, 1, 2], True)
-    parts = read(cursor, [2, 3, 1], 4)
-    for share, part in enumerate(parts):
-        assert set(part) <= set(cursor._data.draw([share]))
-        assert len(set(part)) == len(part)
-
-
 @pytest.mark.parametrize("by_worker", [True, False])
 def test_tokens_ahead_are_those_that_are_read(by_worker):
     texts = padded([[1] * length for length in range(1, 25)])
