@@ -30,10 +30,8 @@ from fabrics.training.inner_loop import probed_backward
 from tests.support.helpers import (
     CPU,
     TINY_ARCHITECTURE,
-    Recorder,
     make_config,
     tiny_bert,
-    tiny_cluster,
     tiny_data,
     tiny_llama,
 )
@@ -323,17 +321,6 @@ def test_evaluating_restores_the_mode():
 
 
 # Models on disk
-
-
-def test_the_models_of_all_requested_rounds_stay(tmp_path):
-    cluster = tiny_cluster(
-        number_of_outer_steps=5, number_of_inner_steps_between_outers=1, number_of_initial_trainers=2, nodes_per_gpu=2,
-        sampling_method="none", save_weights_every=2, clearml="off",
-    )  # fmt: skip
-    cluster.train(Recorder(), tmp_path)
-    models = tmp_path / "model_weights"
-    assert {path.name for path in models.iterdir()} == {"round_00002", "round_00004"}
-    assert all(list(folder.glob("trainer_*/model.safetensors")) for folder in models.iterdir())
 
 
 def test_a_model_is_written_from_a_given_state_as_from_its_own(tmp_path):
