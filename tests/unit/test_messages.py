@@ -1,4 +1,4 @@
-"""Conversations: which tokens are targets, what is refused, and what a batch test sees of them."""
+"""Conversations: which tokens are targets, and what is refused."""
 
 import json
 import logging

@@ -19,12 +19,7 @@ from fabrics.training.method_config import method_of
 from fabrics.training.worker import COPY, ERROR, Node
 from tests.support import oracles
 from tests.support.helpers import CPU, in_one_type, make_config, make_trainer, tiny_llama, train
-from tests.support.synchronising import (
-    EXAMPLES,
-    assert_equals_oracle,
-    problem_of,
-    trainer_of,
-)
+from tests.support.synchronising import EXAMPLES, assert_equals_oracle, problem_of, trainer_of
 from trainers import Trainer
 from utils.config.reading import parse_config
 from utils.config.schema import ConfigError

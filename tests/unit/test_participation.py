@@ -15,13 +15,7 @@ from fabrics.training.outer_round import OuterRound
 from fabrics.training.work_split import draw_lost_messages, draw_participants, participant_count
 from fabrics.training.worker import COPY, RoundKey
 from tests.support import matrix
-from tests.support.helpers import (
-    Recorder,
-    examples_of_an_epoch,
-    light_cluster,
-    recorded_pseudo_gradients,
-    train,
-)
+from tests.support.helpers import Recorder, examples_of_an_epoch, light_cluster, recorded_pseudo_gradients, train
 from utils.config.schema import Config, ConfigError
 
 

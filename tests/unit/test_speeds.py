@@ -1,4 +1,4 @@
-"""Nodes of unequal speed: the division of work, the weights of means, and the virtual clock."""
+"""Nodes of unequal speed: the division of work, measured speeds, and the virtual clock."""
 
 import contextlib
 import csv
@@ -17,12 +17,7 @@ from algorithms.synchronisation.group import Outer
 from fabrics.config_checks import CHECKS
 from fabrics.training import inner_loop
 from fabrics.training.inner_loop import InnerLoop
-from tests.support.helpers import (
-    Recorder,
-    light_cluster,
-    make_config,
-    train,
-)
+from tests.support.helpers import Recorder, light_cluster, make_config, train
 from tests.support.synchronising import trainer_of
 from training_logs.recording.node_log import NodeLog
 from utils.config.reading import parse_config

@@ -11,13 +11,7 @@ from fabrics.models.initialisation import compile_mode
 from fabrics.pool.eval_tool import begin_batches
 from fabrics.training.flat_model import FlatModel
 from fabrics.training.inner_loop import backward, probed_backward
-from tests.support.helpers import (
-    CPU,
-    light_cluster,
-    make_config,
-    random_sequences,
-    tiny_llama,
-)
+from tests.support.helpers import CPU, light_cluster, make_config, random_sequences, tiny_llama
 from utils.config.schema import ConfigError
 
 
