@@ -149,19 +149,26 @@ def test_rounds_of_a_constant_batch_are_equal(budget, expected):
 
 
 @pytest.mark.parametrize(
-    ("settings", "rounds"),
+    ("settings", "examples", "rounds"),
     [
         # Two of four workers send two models a round; the others do not work.
-        ({"smallest_worker_batch": 4}, 20 // 2),
+        ({"smallest_worker_batch": 4, "sampling_method": "none"}, 0, 20 // 2),
         # They will, and get parameters, velocity, two moments and a step count each.
-        ({"smallest_worker_batch": 4, "batch_schedule": [[0.9, 16]]}, (20 - 2 * 4) // 2),
+        ({"smallest_worker_batch": 4, "sampling_method": "none", "batch_schedule": [[0.9, 16]]}, 0, (20 - 2 * 4) // 2),
+        # One of them will: the largest batch, of a schedule or of a batch test, is one of 12.
+        ({"smallest_worker_batch": 4, "sampling_method": "none", "batch_schedule": [[0.9, 12]]}, 0, (20 - 4) // 2),
+        ({"smallest_worker_batch": 4, "max_requested_batch": 12}, 0, (20 - 4) // 2),
+        # None will: the learning rate decays, after which the batch stays.
+        ({"smallest_worker_batch": 4, "max_requested_batch": 12}, 600, 20 // 2),
         # All work.
-        ({}, 20 // 6),
+        ({"sampling_method": "none"}, 0, 20 // 6),
     ],
 )
-def test_a_budget_pays_for_working_and_for_joining_nodes(settings, rounds):
+def test_a_budget_pays_for_working_and_for_joining_nodes(settings, examples, rounds):
     budget = budget_settings(1, byte_budget=20 * MODEL_BYTES + 8)
-    cluster = light_cluster(**budget, INITIAL_BATCH_SIZE=8, sampling_method="none", **settings)
+    cluster = light_cluster(**budget, INITIAL_BATCH_SIZE=8, **settings)
+    cluster.counters.examples = examples
+    cluster.counters.tokens = examples * SEQUENCE_TOKENS
     trainers = cluster.trainers.values()
     splits = [trainer.split_work() for trainer in trainers]
     remaining = cluster.scheduler.remaining(cluster.counters, trainers, splits, Recorder().warn)

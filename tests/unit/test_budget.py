@@ -1,4 +1,4 @@
-"""The rounds that a budget pays for, their inner steps, and runs that keep their budgets."""
+"""The rounds that a budget pays for, and their inner steps."""
 
 import dataclasses
 import math
@@ -18,15 +18,12 @@ from algorithms.nodes.traffic import (
     synchronisation_exchange,
 )
 from algorithms.schedule.budget import Budget, Remaining, affordable_rounds, growth_exponent, remaining_steps
-from algorithms.synchronisation import METHODS
 from cluster import Cluster
-from tests.support import matrix
 from tests.support.helpers import (
     TINY_ARCHITECTURE,
     VOCABULARY,
     Recorder,
     build_light,
-    light_cluster,
     make_config,
     padded,
     tiny_data,
@@ -148,36 +145,6 @@ def test_there_is_always_one_round_and_never_one_without_examples():
 
 # Runs
 
-PLANNABLE = [name for name, method in METHODS.items() if method().capabilities.one_exchange]
-
-
-def spent(name: str, **values):
-    cluster = light_cluster(
-        **{
-            "distributed_algo": name,
-            "number_of_outer_steps": None,
-            "max_tokens": 1_800,
-            "number_of_inner_steps_between_outers": 2,
-            "number_of_initial_trainers": 1,
-            "sampling_method": "none",
-            "INITIAL_BATCH_SIZE": 8,
-            "eval_every": 99,
-        }
-        | matrix.PARAMETERS.get(name, {})
-        | values
-    )
-    cluster.train(Recorder())
-    return cluster.counters
-
-
-@pytest.mark.parametrize("name", PLANNABLE)
-def test_a_run_of_every_plannable_method_keeps_its_budget(name):
-    communications = spent(name, communication_budget=12, nodes_per_gpu=2)
-    assert communications.communications == 12
-    budget = round(communications.bytes_communicated * 0.77)
-    used = spent(name, byte_budget=budget, nodes_per_gpu=2).bytes_communicated
-    assert 0.95 * budget <= used <= budget
-
 
 @pytest.mark.parametrize("schedule", ["linear", "warmup_stable_decay"])
 def test_examples_of_unequal_length_need_no_additional_round(schedule):
@@ -202,27 +169,3 @@ def test_examples_of_unequal_length_need_no_additional_round(schedule):
         falling = rates[len(rates) // 10 :] if schedule == "linear" else rates[-len(rates) // 5 :]
         assert falling == sorted(falling, reverse=True)
         assert rates[-1] < 0.6 * rates[-len(rates) // 5]
-
-
-MODEL_BYTES = 27_072
-
-
-@pytest.mark.parametrize(
-    ("models", "workers", "values"),
-    [
-        # Two of four nodes have work for the largest batch of a schedule, or of a batch test.
-        (84, 2, {"nodes_per_gpu": 4, "sampling_method": "none", "batch_schedule": [[0.3, 8]]}),
-        (100, 2, {"nodes_per_gpu": 4, "sampling_method": "norm_test", "max_requested_batch": 8}),
-        # Four of eight have joined when the learning rate begins to decay, after which the batch stays.
-        (84, 4, {"nodes_per_gpu": 8, "learning_rate_schedule": "warmup_stable_decay", "max_batch_growth": 1.02}),
-    ],
-)
-def test_bytes_are_reserved_only_for_workers_that_will_join(models, workers, values):
-    cluster = light_cluster(
-        number_of_outer_steps=None, max_tokens=9000, number_of_initial_trainers=1, INITIAL_BATCH_SIZE=4,
-        smallest_worker_batch=4, byte_budget=models * MODEL_BYTES, eval_every=99, **values,
-    )  # fmt: skip
-    cluster.train(Recorder())
-    assert max(len(trainer.nodes) for trainer in cluster.trainers.values()) == workers
-    unspent = models - cluster.counters.bytes_communicated / MODEL_BYTES
-    assert 0 <= unspent < 2 * (workers - 1)  # a round of this many workers
