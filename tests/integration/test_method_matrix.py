@@ -8,7 +8,7 @@ import torch
 from cluster import Cluster
 from fabrics.training.method_config import check_method
 from fabrics.training.worker import COPY, ERROR, Node
-from tests.support import matrix, matrix_killed
+from tests.support import matrix
 from tests.support.helpers import CPU, Recorder, train
 from trainers import Trainer
 from utils.config.schema import ConfigError
@@ -67,18 +67,7 @@ def assert_restarted(trainer: Trainer, worker: int, like: int) -> None:
 # Runs
 
 
-@pytest.mark.parametrize("name", ["StreamingDiLoCo", "NoLoCo"])
-def test_a_killed_and_resumed_run_has_the_bits_of_an_uninterrupted_one(name, programs, tmp_path):
-    """Killed twice, in the middle of a round: with two trainers that merge later, and with one that loses a worker.
-
-    Of every method, test_distributed resumes the state in memory.
-    """
-    stopped, final = matrix.alone(name)["states"].values()
-    matrix.assert_same_state(matrix_killed.resumed(programs, name, tmp_path), final)
-    assert not torch.equal(stopped["tensors"]["trainer_0 parameters"], final["tensors"]["trainer_0 parameters"])
-
-
-def test_a_run_is_killed_while_a_fragment_is_under_way():
+def test_a_run_is_stopped_while_a_fragment_is_under_way():
     stopped = matrix.alone("StreamingDiLoCo")["states"]["stopped"]
     assert json.loads(stopped["values"])["trainers"]["0"]["workers"]["values"] == {"fragment_1": 1}
 

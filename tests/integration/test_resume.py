@@ -360,12 +360,16 @@ def test_a_signal_in_a_long_round_ends_the_run_in_it_with_the_last_checkpoint(
 
 
 def test_a_run_killed_six_times_gives_the_same_weights(programs, tmp_path, cache_dir):
-    """Killed while it loads, while it writes models, logs or a checkpoint, and while it trains."""
+    """Killed while it loads, while it writes models, logs or a checkpoint, and while it trains.
+
+    Each of two workers of a trainer has a replica, and after every round a fragment is on its way.
+    """
     values = {
+        "distributed_algo": "StreamingDiLoCo",
+        "synchronisation": {"fragments": 2, "delay": 1},
         "number_of_outer_steps": 16,
-        "number_of_inner_steps_between_outers": 2,
         "number_of_initial_trainers": 2,
-        "nodes_per_gpu": 2,
+        "nodes_per_gpu": 4,
         "val_size": 10,
         "save_weights_every": 1,
         "max_requested_batch": 16,
