@@ -9,7 +9,6 @@ from algorithms.nodes.policies import Merge
 from algorithms.nodes.traffic import Event
 from benchmarks.compare.accounting import PROBED_PASS, Hardware, Network, simulated_seconds, usage
 from tests.support.runs import record_run, table_of
-from training_logs.recording.round_log import EXCHANGE_COLUMNS
 from training_logs.showing.run_data import RunData, read_run
 
 # Paper-sized: a pass takes 10 ms, or 2 ms per example from 5 on; 1,000 parameters are 4,000 bytes.
@@ -39,20 +38,19 @@ def worker_rows(rows, nodes):
     return found
 
 
-def made_run(rows, merges=None, nodes_per_gpu=4, folder=Path("made"), **config):
+def made_run(rows, merges=None, nodes_per_gpu=4, workers=None, **config):
     values = {"nodes_per_gpu": nodes_per_gpu, "communication_dtype": "float32", "statistics_estimator": "per_example"}
     values |= {"statistics_batch_size": 8}
-    run = RunData(folder, values | config, {"parameters": 1000, "devices": ["cpu"]}, table_of(rows), merges or {})
-    if not (run.report_dir / "node_log.csv").exists():
-        run.__dict__["node_rows"] = table_of(worker_rows(rows, nodes_per_gpu))
-    if not (run.report_dir / "exchange_log.csv").exists():  # an all-reduce of the parameters at the end of every round
-        run.__dict__["exchanges"] = {
-            (entry["outer_step"], entry["trainer_id"]): [
-                Event("synchronisation", 20, *[2 * (entry["nodes"] - 1) / entry["nodes"] * 4_000] * 2)
-            ]
-            for entry in rows
-            if entry["nodes"] > 1
-        }
+    summary = {"parameters": 1000, "devices": ["cpu"]}
+    run = RunData(Path("made"), values | config, summary, table_of(rows), merges or {})
+    run.__dict__["node_rows"] = table_of(workers or worker_rows(rows, nodes_per_gpu))
+    run.__dict__["exchanges"] = {  # an all-reduce of the parameters at the end of every round
+        (entry["outer_step"], entry["trainer_id"]): [
+            Event("synchronisation", 20, *[2 * (entry["nodes"] - 1) / entry["nodes"] * 4_000] * 2)
+        ]
+        for entry in rows
+        if entry["nodes"] > 1
+    }
     return run
 
 
@@ -100,18 +98,15 @@ def test_simulated_time_of_merging_and_of_nodes_that_come_to_a_trainer():
     assert simulated_seconds(run, DEVICE, NETWORK) == pytest.approx([first, first + second])
 
 
-def test_nodes_that_replace_others_receive_their_state_side_by_side(tmp_path):
+def test_nodes_that_replace_others_receive_their_state_side_by_side():
     """Two of four nodes take part; those of the second round have rested."""
-    report = tmp_path / "model_training_report"
-    report.mkdir()
-    nodes = [(1, 0, 0), (1, 0, 1), (2, 0, 2), (2, 0, 3)]
-    lines = ["outer_step,trainer_id,worker,node,examples,inner_steps"]
-    lines += [f"{step},{trainer},{node % 2},{node},10,20" for step, trainer, node in nodes]
-    (report / "node_log.csv").write_text("\n".join([*lines, ""]))
-    run = made_run([row(1, 0, 2, 20), row(2, 0, 2, 20, bytes_redistributed=2 * 8_000)], folder=tmp_path)
+    rows = [row(1, 0, 2, 20), row(2, 0, 2, 20, bytes_redistributed=2 * 8_000)]
+    workers = worker_rows(rows, 4)
+    for worker in workers[2:]:
+        worker["node"] += 2
     one = 20 * 0.02 + (0.5 + 8 * 4_000 / 8_000)
     expected = [one, 2 * one + (0.5 + 8 * 8_000 / 8_000)]
-    assert simulated_seconds(run, DEVICE, NETWORK) == pytest.approx(expected)
+    assert simulated_seconds(made_run(rows, workers=workers), DEVICE, NETWORK) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(
@@ -125,62 +120,23 @@ def test_simulated_time_is_that_of_the_clock_of_the_run(tmp_path, values):
     assert found[-1] == pytest.approx(run.summary["simulated_seconds"])
 
 
-def test_simulated_time_of_synchronous_training(tmp_path):
-    averaged = logged_run(tmp_path, [row(1, 0, 4, 16)], [(1, "gradient", "all", 20, 1_000.0, 1_000.0, 0, 1, 20)])
-    assert simulated_seconds(averaged, DEVICE, Network("made", 8e5, 0.0)) == pytest.approx([20 * 0.02])
-
-
-def logged_run(folder, rows, exchanges, **values):
-    """A run with a log of exchanges: (round, kind, through, count, sent, received, behind, first step, last step)."""
-    lines = [",".join(map(str, (step, 0, *exchange))) for step, *exchange in exchanges]
-    report = folder / "model_training_report"
-    report.mkdir(exist_ok=True)
-    (report / "exchange_log.csv").write_text("\n".join([",".join(EXCHANGE_COLUMNS), *lines, ""]))
-    return made_run(rows, folder=folder, **values)
-
-
-def test_statistics_travel_with_the_exchange_at_the_end_of_a_round(tmp_path):
-    """Statistics go out with it; an exchange through a server goes up, and then down."""
-    rows = [row(1, 0, 4, 16), row(2, 0, 4, 64, parts=2)]
-    whole = (1, 6_000.0, 6_000.0, 0, 20, 20)
-    run = logged_run(tmp_path, rows, [(step, "synchronisation", "all", *whole) for step in (1, 2)])
-    assert simulated_seconds(run, DEVICE, NETWORK) == pytest.approx(simulated_seconds(made_run(rows), DEVICE, NETWORK))
-    statistics = (1, "statistics", "all", 1, 2_000.0, 2_000.0, 0, 20, 20)
-    run = logged_run(tmp_path, rows[:1], [(1, "synchronisation", "all", *whole), statistics])
-    assert simulated_seconds(run, DEVICE, NETWORK) == pytest.approx([0.2 + 0.5 + 8 * 8_000 / 8_000])
-
-
-def test_nodes_of_given_speeds_take_as_many_times_as_long_and_the_slowest_counts(tmp_path):
+def test_nodes_of_given_speeds_take_as_many_times_as_long_and_the_slowest_counts():
     """16 examples as 6, 6, 3 and 1: 12, 12, 10 and 10 ms on the device itself; four times that on the slowest node."""
-    columns = ("outer_step", "trainer_id", "worker", "node", "speed", "examples", "inner_steps")
     speeds = [2.0, 2.0, 1.0, 0.5]
 
     def seconds(shares, steps):
-        rows = [",".join(map(str, (1, 0, n, n, speeds[n], shares[n], steps[n]))) for n in range(4)]
-        report = tmp_path / "model_training_report"
-        report.mkdir(exist_ok=True)
-        (report / "node_log.csv").write_text("\n".join([",".join(columns), *rows, ""]))
-        one = [row(1, 0, 4, 16, sample=8) | {"micro_batch": max(shares)}]
-        return simulated_seconds(made_run(one, folder=tmp_path, node_speeds=speeds), DEVICE, Network("free", 1e99, 0.0))
+        one = row(1, 0, 4, 16, sample=8) | {"micro_batch": max(shares)}
+        workers = worker_rows([one], 4)
+        for worker, speed, examples, inner_steps in zip(workers, speeds, shares, steps, strict=True):
+            worker |= {"speed": speed, "examples": examples, "inner_steps": inner_steps}
+        run = made_run([one], workers=workers, node_speeds=speeds)
+        return simulated_seconds(run, DEVICE, Network("free", 1e99, 0.0))
 
     # And 1.4 passes over the 8 examples of a probe in the first step, and 0.4 over the step's own where it has two.
     statistics = PROBED_PASS * 0.016
     assert seconds([6, 6, 3, 1], [20] * 4) == pytest.approx([4 * (20 * 0.01 + statistics)])
     assert seconds([4, 4, 4, 4], [20] * 4) == pytest.approx([4 * (20.4 * 0.01 + statistics)])
     assert seconds([4, 4, 4, 4], [20, 20, 10, 5]) == pytest.approx([4 * (5.4 * 0.01 + statistics)])
-
-
-def test_an_exchange_with_time_to_hide_delays_only_the_step_that_waits_for_it(tmp_path):
-    """Rounds of 20 steps of 10 ms: after the 5th and the 15th something goes out that the 10th step after waits for."""
-    rows = [row(step, 0, 4, 16) for step in (1, 2)]
-    events = [(step, "synchronisation", "all", 2, 1_000.0, 1_000.0, 10, 5, 15) for step in (1, 2)]
-    run = logged_run(tmp_path, rows, events)
-    quick, slow = Network("quick", 8e5, 0.05), Network("slow", 8e4, 0.05)  # 0.06 and 0.15 s; 0.1 s are hidden
-    assert simulated_seconds(run, DEVICE, quick) == pytest.approx([0.2, 0.4])
-    # What leaves at 0.05 is there at 0.2, 0.05 late; what leaves then, at 0.35, 0.05 after step 5 of the next round.
-    assert simulated_seconds(run, DEVICE, slow) == pytest.approx([0.25, 0.55])
-    over_the_end = [(step, "synchronisation", "all", 1, 1_000.0, 1_000.0, 10, 15, 15) for step in (1, 2)]
-    assert simulated_seconds(logged_run(tmp_path, rows, over_the_end), DEVICE, slow) == pytest.approx([0.2, 0.45])
 
 
 def test_counting_matches_the_logs_of_a_run(tmp_path):

@@ -160,6 +160,25 @@ def test_clocks_distinguish_waiting_from_exchanging():
     assert again.elapsed == clocks.elapsed == 20
 
 
+@pytest.mark.parametrize(
+    ("link", "steps", "ends"),
+    [
+        # 6 s are hidden.
+        (Link(8.0, 5.0), (5, 15), [20, 40]),
+        # 15 s: what leaves at 5 arrives at 20, 5 late; what leaves then, at 35, 5 after step 5 of the next round.
+        (Link(0.8, 5.0), (5, 15), [25, 55]),
+        # What leaves at 15 arrives at 30, 5 after step 5 of the next round.
+        (Link(0.8, 5.0), (15,), [20, 45]),
+    ],
+)
+def test_an_exchange_with_time_to_hide_delays_only_the_step_that_waits_for_it(link, steps, ends):
+    """Rounds of 20 steps of 1 s; the 10th step after an exchange waits for it."""
+    clocks = Clocks(link, 2)
+    for end in ends:
+        clocks.round(0, {0: 0, 1: 1}, 20, [1.0, 1.0], [Event("", step, 1.0, 1.0, behind=10) for step in steps])
+        assert clocks.elapsed == end
+
+
 def test_messages_sent_at_one_time_travel_together():
     sent = [Event("mean", 4, 1.0, 2.0), Event("mean", 2, 1.0, 1.0), Event("statistics", 4, 8.0, 9.0)]
     assert joined(sent) == [Event("mean", 2, 1.0, 1.0), Event("mean", 4, 9.0, 11.0)]
