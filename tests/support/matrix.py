@@ -290,24 +290,3 @@ def assert_same_state(found: dict, expected: dict) -> None:
     assert found["tensors"].keys() == expected["tensors"].keys()
     for name, tensor in expected["tensors"].items():
         assert torch.equal(found["tensors"][name], tensor), name
-
-
-# The recipients of each of four workers, and the workers without a message: rings, pairs, all, none, and uneven.
-DELIVERIES = [
-    ([[1], [2], [3], [0]], ()),
-    ([[1], [0], [3], [2]], ()),
-    ([[2], [3], [0], [1]], (1,)),
-    ([[1, 2, 3], [0, 2, 3], [0, 1, 3], [0, 1, 2]], (0, 3)),
-    ([[1, 2, 3], [], [], []], ()),
-    ([[1], [0], [3], [2]], (0, 1, 2, 3)),
-]
-
-
-def delivered(workers, takers, absent) -> dict[int, torch.Tensor]:
-    """Return messages of three bytes of each worker, from one buffer that the next worker overwrites."""
-    messages = workers.messages(3, takers, torch.device("cpu"))
-    buffer = torch.zeros(3, dtype=torch.uint8)
-    for worker in workers.local_workers:
-        if worker not in absent:
-            messages.add(worker, buffer.copy_(torch.tensor([worker, 10 * worker, 100], dtype=torch.uint8)))
-    return messages.result()

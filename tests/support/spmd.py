@@ -211,15 +211,6 @@ def merging(name: str, processes: Processes) -> dict:
     return run
 
 
-def deliveries(processes: Processes) -> list[list[dict[int, list]]]:
-    """Messages between four workers, as they arrive in every process."""
-    found = []
-    for takers, absent in matrix.DELIVERIES:
-        arrived = matrix.delivered(processes.workers(range(4)), takers, absent)
-        found.append(processes.gather({worker: message.tolist() for worker, message in arrived.items()}))
-    return found
-
-
 def main(folder: Path) -> None:
     torch.set_num_threads(1)
     processes = join_processes(make_config())
@@ -232,7 +223,6 @@ def main(folder: Path) -> None:
         results[name] = run_scenario(name, processes)
         results[name]["calls"] = processes.gather(results[name]["calls"])
     processes._in_order = True
-    results["deliveries"] = deliveries(processes)
     with matrix.ready():
         names = matrix.NAMES if two else matrix.POOL_OF_FOUR
         results["methods"] = {name: merging(name, processes) for name in names}
