@@ -1,7 +1,7 @@
 """LoCoDL, with equations from memory: local SGD steps and compressed differences now and then (arXiv 2403.04348).
 
-Only the paper's summary was available. Tests check that workers with different quadratics reach the minimum of their
-mean (tests/unit/test_locodl.py).
+Only the paper's summary was available. Tests check that with these equations workers with different quadratics reach
+the minimum of their mean (tests/unit/test_locodl.py).
 """
 
 from collections.abc import Collection, Sequence
