@@ -248,6 +248,12 @@ TINY_ARCHITECTURE = {
 }
 
 
+def text_of(data: TaskData) -> str:
+    """Return the training text as it is read back from packed sequences."""
+    rows = data.train.batch(range(len(data.train)), CPU)["input_ids"]
+    return data.tokenizer.decode(rows.flatten().tolist())
+
+
 def tiny_cluster(**values) -> Cluster:
     config = make_config(model_config=TINY_ARCHITECTURE, **values)
     return Cluster(config, tiny_data())

@@ -8,22 +8,15 @@ import pytest
 import torch
 
 from c4 import tokenize_c4
-from cluster import Cluster
 from configs import make_samples
 from fabrics.data import c4, token_store
 from fabrics.data.dataset_loader import load_data
 from fabrics.data.documents import DatasetError, Skipped
 from fabrics.data.python_docs import python_documents
 from fabrics.data.tokenization import train_tokenizer
-from tests.support.helpers import CPU, TINY_ARCHITECTURE, Recorder
-from tests.support.threads import refusals, together
+from tests.support.helpers import CPU, text_of
+from tests.support.threads import together
 from utils.config.schema import ConfigError
-
-
-def text_of(data) -> str:
-    """The training text as it is read back from packed sequences."""
-    rows = data.train.batch(range(len(data.train)), CPU)["input_ids"]
-    return data.tokenizer.decode(rows.flatten().tolist())
 
 
 def test_the_configured_source_is_read_and_no_other(make_c4, c4_shards, tokenised_c4):
@@ -47,15 +40,6 @@ def test_one_process_of_each_machine_verifies_a_set(make_c4, tokenised_c4, monke
     config = make_c4(c4_tokenized_path=tokenised_c4)
     together(4, lambda process: load_data(config, process), machines=(0, 0, 1, 1))
     assert verified == [Path(tokenised_c4)] * 2
-
-
-def test_all_processes_refuse_a_damaged_set(make_c4, tokenised_c4, tmp_path):
-    shutil.copytree(tokenised_c4, tmp_path / "set")
-    tokens = tmp_path / "set" / "train" / "tokens.bin"
-    tokens.write_bytes(tokens.read_bytes()[:-1] + b"\xff")
-    config = make_c4(c4_tokenized_path=tmp_path / "set")
-    for refusal in refusals(2, lambda process: load_data(config, process)):
-        assert "tokens.bin is damaged" in refusal
 
 
 def test_the_hub_gives_the_documents_of_its_shards(make_c4, c4_shards, monkeypatch):
@@ -144,18 +128,3 @@ def test_skipped_records_are_counted_in_log_and_data(make_c4, tmp_path, caplog):
     assert data.documents == {"train": 285, "validation": 15}
     assert data.skipped == {"empty": 2, "not a JSON object with a text": 1}
     assert "skipped 2 documents: empty (first: " in caplog.text
-
-
-def test_documents_of_one_token_and_of_tens_of_thousands_train(make_c4, tmp_path):
-    texts = [*python_documents()[:120], "real text, many times over. " * 6_000, *["a", "b", "é", "東"] * 10]
-    make_samples.write_shard(tmp_path / "c4-train.00000-of-00001.json.gz", texts)
-    values = {"number_of_initial_trainers": 1, "number_of_inner_steps_between_outers": 3, "max_batch_size": 8}
-    values |= {"batch_test_start": 1, "model_config": TINY_ARCHITECTURE}
-    config = make_c4(c4_local_path=tmp_path, data_sample_size=None, val_size=8, **values)
-    data, recorder = load_data(config), Recorder()
-    cluster = Cluster(config, data)
-    for evaluation in cluster.train(recorder).values():
-        assert 1 < evaluation.metric < 600
-    (report,) = recorder.rounds[0].reports.values()
-    assert report.statistics.variance > 0
-    assert len(data.train) > 700

@@ -8,7 +8,7 @@ from fabrics.data.dataset_loader import load_data
 from fabrics.data.documents import document_hash
 from fabrics.data.python_docs import python_documents
 from fabrics.data.tokenization import END_OF_TEXT
-from tests.support.helpers import CPU
+from tests.support.helpers import CPU, text_of
 from utils.config.reading import parse_config
 from utils.config.schema import ConfigError
 
@@ -24,11 +24,6 @@ def make(cache_dir):
         return parse_config(defaults | values, (), CHECKS)[0]
 
     return configured
-
-
-def text_of(data) -> str:
-    rows = data.train.batch(range(len(data.train)), CPU)["input_ids"]
-    return data.tokenizer.decode(rows.flatten().tolist())
 
 
 def test_python_docs_holds_out_documents_and_fills_sequences(make):
