@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from algorithms.synchronisation import METHODS
-from algorithms.synchronisation.method import Capabilities, Method
-from fabrics.config_checks import CHECKS
+from cluster import Cluster
 from fabrics.training.method_config import method_of
 from fabrics.training.worker import COPY
 from tests.support import matrix
@@ -14,23 +13,11 @@ from tests.support.synchronising import trainer_of
 from utils.config.schema import ConfigError
 
 
-class Apart(Method):
-    """Workers never hear of each other."""
-
-    capabilities = Capabilities(averages_copies=True, one_exchange=False)
-    keeps = "replica"
-
-    def exchange(self, group) -> None:
-        pass
-
-
-@pytest.fixture
-def cluster_of(monkeypatch):
-    """Make a cluster, from configuration values, whose workers never exchange anything."""
-    monkeypatch.setitem(METHODS, "Apart", Apart)
-    monkeypatch.setitem(CHECKS.choices, "distributed_algo", tuple(METHODS))
-    values = {"distributed_algo": "Apart", "number_of_initial_trainers": 1, "sampling_method": "none"}
-    return lambda **more: light_cluster(**values | {"INITIAL_BATCH_SIZE": 8, "eval_every": 99} | more)
+def cluster_of(**more) -> Cluster:
+    """Return a cluster whose workers never exchange parameters."""
+    values = {"distributed_algo": "FDA", "synchronisation": {"threshold": 1e9}, "number_of_initial_trainers": 1}
+    values |= {"sampling_method": "none", "INITIAL_BATCH_SIZE": 8, "eval_every": 99}
+    return light_cluster(**values | more)
 
 
 def rounds(cluster, count: int) -> None:
@@ -44,19 +31,7 @@ def copies(cluster) -> torch.Tensor:
     return torch.stack([worker.state[COPY] for worker in trainer.workers.values()])
 
 
-def test_workers_go_on_from_where_they_are_and_their_mean_is_evaluated(cluster_of):
-    cluster = cluster_of()
-    begun = copies(cluster)
-    assert (begun == begun[0]).all()
-    rounds(cluster, 2)
-    first = copies(cluster)
-    assert len({tuple(copy.tolist()) for copy in first}) == 4
-    cluster.evaluate()
-    torch.testing.assert_close(cluster.trainers[0].parameters, first.mean(0), rtol=1e-6, atol=1e-7)
-    assert torch.equal(copies(cluster), first)
-
-
-def test_looking_at_a_run_neither_counts_nor_changes_it(cluster_of):
+def test_looking_at_a_run_neither_counts_nor_changes_it():
     """A worker that joins needs the mean of the others, and that is sent whether somebody has looked at it or not."""
     found = []
     for every in (1, 99):
@@ -74,14 +49,14 @@ def test_looking_at_a_run_neither_counts_nor_changes_it(cluster_of):
             torch.testing.assert_close(trainer.workers[index].state[COPY], mean, rtol=1e-6, atol=1e-7)
         rounds(cluster, 1)
         found.append((copies(cluster), cluster.counters.bytes_redistributed))
-        # The mean over the two, and to each new worker parameters, moments and a step count.
+        # The mean over the two; to each new worker parameters, where they met, xi, two moments and a step count.
         model = trainer.worker_group.parameter_bytes
-        assert found[-1][1] == 2 * model + 2 * (3 * model + 4)
+        assert found[-1][1] == 2 * model + 2 * (5 * model + 4)
     assert torch.equal(found[0][0], found[1][0])
     assert found[0][1] == found[1][1]
 
 
-def test_what_workers_learned_that_a_resumed_run_has_no_more_stays_in_the_mean(cluster_of):
+def test_what_workers_learned_that_a_resumed_run_has_no_more_stays_in_the_mean():
     first = cluster_of()
     rounds(first, 2)
     again = resumed(first, cluster_of(nodes_per_gpu=2))
