@@ -60,32 +60,7 @@ def test_the_order_is_numpys_for_seed_trainer_generation_and_epoch():
         assert peek(cursor, epoch * len(own), len(own)).tolist() == expected.tolist()
 
 
-@given(st.integers(1, 40), st.lists(st.integers(1, 25), min_size=1, max_size=12))
-def test_the_order_is_a_function_of_the_position_alone(size, steps):
-    walker, stream = DataCursor(Subsets(1, size), [0]), []
-    for step in steps:
-        stream += walked(walker, step)
-    fresh = DataCursor(Subsets(1, size), [0])
-    assert peek(fresh, 0, sum(steps)).tolist() == stream
-    assert peek(fresh, steps[0], sum(steps[1:])).tolist() == stream[steps[0] :]
-    assert peek(reloaded(walker), 0, 7).tolist() == peek(walker, 0, 7).tolist()
-
-
 # Merges
-
-
-def test_a_merge_at_half_an_epoch_walks_what_is_left_and_then_the_union():
-    walks, seen = cursors(4, 100), []
-    for cursor in walks:
-        seen += walked(cursor, 12)
-    first, *others = walks
-    first.unite(others)
-    assert len(first) == 100
-    assert sorted(seen + walked(first, 52)) == list(range(100))
-    second = walked(first, 100)
-    assert sorted(second) == list(range(100))
-    assert sorted(walked(first, 100)) == list(range(100))
-    assert second != peek(first, 0, 100).tolist()
 
 
 events = st.lists(
