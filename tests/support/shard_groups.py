@@ -217,23 +217,13 @@ def devices_statistics(processes: Processes) -> list[dict]:
     return found
 
 
-def model_with_gaps() -> torch.nn.Module:
-    return tiny_bert(seed=0).double()
-
-
-def flat_operations(processes: Processes) -> dict:
-    """Return the operations on flat tensors in parts, and the types of gathered parameters with autocast."""
-    model = ShardedModel(model_with_gaps(), CPU, processes.shard_group)
-    flat = model.parameters.detach()
+def gathered_types(processes: Processes) -> dict[str, str]:
+    """Return the types of gathered parameters with autocast."""
     llama = ShardedModel(tiny_llama(dtype=torch.float32), CPU, processes.shard_group, torch.bfloat16)
     for part in llama.module.modules():
         if isinstance(part, FSDPModule):
             part.unshard()
-    return {
-        "gathered types": {name: str(parameter.dtype) for name, parameter in llama.module.named_parameters()},
-        "sketch": model.sketch(flat, 3, 250, 5),
-        "distance": model.distance(flat, -flat).item(),
-    }
+    return {name: str(parameter.dtype) for name, parameter in llama.module.named_parameters()}
 
 
 def nodes_of(name: str) -> int:
@@ -377,7 +367,7 @@ def scenarios(folder: Path) -> None:
                 if name == RESUMED:
                     found["resumed"] = run_scenario(name, processes, stopped)
         if number in ONE_GROUP:
-            found["flat operations"] = flat_operations(processes)
+            found["gathered types"] = gathered_types(processes)
             found["devices"] = devices_statistics(processes)
         else:
             found["methods"] = methods(processes)
