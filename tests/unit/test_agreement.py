@@ -84,19 +84,11 @@ def test_an_error_of_one_process_stops_all(ranks, expected):
 
 @pytest.fixture
 def loading(monkeypatch):
-    """A function that registers datasets by name; a loader returns the data of a rank, or the error to raise."""
+    """A function that lets a dataset load, in every process, what a function of the rank returns or raises."""
 
-    def install(**loaders):
-        for name, load in loaders.items():
-
-            def loader(config, load=load):
-                result = load(int(config.cache_dir))
-                if isinstance(result, Exception):
-                    raise result
-                return result
-
-            known = dict(dataset_loader.DATASETS)
-            monkeypatch.setattr(dataset_loader, "DATASETS", known | {name: Dataset("causal_lm", loader)})
+    def install(of_rank):
+        dataset = Dataset("causal_lm", lambda config: of_rank(int(config.cache_dir)))
+        monkeypatch.setattr(dataset_loader, "DATASETS", {"c4": dataset})
 
     return install
 
@@ -108,21 +100,25 @@ def load(process):
 
 
 DATA = tiny_data()
-MISSING = DatasetError("the hub cannot be reached")
 
 
-def test_data_that_one_process_cannot_load_stops_all(loading):
+@pytest.mark.parametrize(("failing", "prefix"), [(0, ""), (1, "rank 1: ")])
+def test_data_that_one_process_cannot_load_stops_all(loading, failing, prefix):
+    def of_rank(rank):
+        if rank == failing:
+            raise DatasetError("the hub cannot be reached")
+        return DATA
+
+    loading(of_rank)
     line = "dataset: c4 cannot be loaded: the hub cannot be reached; dataset=python_docs works without a download"
-    for rank, expected in ((0, line), (1, f"rank 1: {line}")):
-        loading(c4=lambda own, rank=rank: MISSING if own == rank else DATA)
-        assert refusals(3, load) == [expected] * 3
+    assert refusals(3, load) == [prefix + line] * 3
 
 
 def test_other_data_on_one_process_stops_all(loading):
     more = tiny_data(train=97)
     swapped = dataclasses.replace(DATA, train=type(DATA.train)(DATA.train._tokens[::-1]))
     for other, named in ((more, "training examples: 96 on rank 0, 97 on rank 1; contents: "), (swapped, "contents: ")):
-        loading(c4=lambda rank, other=other: other if rank == 1 else DATA)
+        loading(lambda rank, other=other: other if rank == 1 else DATA)
         (line,) = set(refusals(2, load))
         assert line.startswith(f"the processes have different data: {named}")
 
@@ -130,14 +126,14 @@ def test_other_data_on_one_process_stops_all(loading):
 def test_equally_large_but_other_shares_stop_all(loading):
     """The compared examples may be the same."""
     shares = [[{"documents": count}] for count in (2, 2, 3)]
-    loading(c4=lambda rank: dataclasses.replace(DATA, shares=shares[rank]))
+    loading(lambda rank: dataclasses.replace(DATA, shares=shares[rank]))
     (line,) = set(refusals(3, load))
     assert line.startswith("the processes have different data: contents: ")
 
 
 def test_the_first_process_of_a_machine_loads_before_the_others(loading):
     order = []
-    loading(c4=lambda rank: order.append(rank) or DATA)
+    loading(lambda rank: order.append(rank) or DATA)
     together(4, load, machines=(0, 0, 1, 1))
     assert set(order[:2]) == {0, 2}
     assert set(order[2:]) == {1, 3}
