@@ -128,13 +128,3 @@ def test_a_document_is_a_file_or_a_block_between_blank_lines(tmp_path):
     for read in (whole_file, blank_line_blocks):
         with pytest.raises(DatasetError, match=r"latin\.txt:3: not UTF-8 text: "):
             list(read(tmp_path / "latin.txt", Skipped()))
-
-
-def test_python_documents_are_real_english_each_once():
-    documents = python_documents()
-    assert len(set(documents)) == len(documents) > 5000
-    size = sum(len(document.encode()) for document in documents)
-    assert 1_500_000 < size < 4_000_000
-    text = "\n".join(documents)
-    assert all(phrase in text for phrase in ('The "if" statement is used for conditional execution', "Return a new"))
-    assert text.count(" the ") > 10_000
