@@ -282,6 +282,30 @@ def _llama_config(vocabulary: int) -> LlamaConfig:
     return LlamaConfig(vocab_size=vocabulary)
 
 
+class Stack(nn.Module):
+    """A language model of two layers that sees one token: a pass takes a fifth of the smallest Llama's.
+
+    No tensor leaves a gap between flat parameters.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, 16)
+        self.layers = nn.ModuleList(
+            nn.Sequential(
+                nn.LayerNorm(16, bias=False), nn.Linear(16, 24, bias=False), nn.SiLU(), nn.Linear(24, 16, bias=False)
+            )
+            for _ in range(2)
+        )
+        self.head = nn.Linear(16, VOCABULARY, bias=False)
+
+    def forward(self, input_ids: torch.Tensor) -> SimpleNamespace:
+        hidden = self.embedding(input_ids)
+        for layer in self.layers:
+            hidden = hidden + layer(hidden)
+        return SimpleNamespace(logits=self.head(hidden))
+
+
 class OneTokenModel(nn.Module):
     """Predicts the next token from one token: the size of TINY_ARCHITECTURE in a third of its time."""
 

@@ -26,6 +26,7 @@ from tests.support import matrix
 from tests.support.helpers import (
     TINY_ARCHITECTURE,
     Recorder,
+    Stack,
     build_light,
     make_config,
     make_trainer,
@@ -186,7 +187,7 @@ def bytes_of_a_method(name: str, processes: Processes) -> dict:
     nodes = [processes._owners.index(rank) for rank in range(processes.count)]
     examples = PackedSequences(random_sequences(64))
     torch.manual_seed(0)
-    trainer = make_trainer(matrix.Bigrams(), matrix.config_of(name), examples, nodes, processes=processes)
+    trainer = make_trainer(Stack(), matrix.config_of(name), examples, nodes, processes=processes)
     events, schedule = [], RoundSchedule(matrix.INNER_STEPS, 0.0, 0.0)
     with counted_wire() as wire:
         for _ in range(3):

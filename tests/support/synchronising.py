@@ -3,43 +3,19 @@
 import copy
 import itertools
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
 
 import numpy as np
 import torch
-from torch import nn
 from torch.nn import functional as F
 
 from fabrics.data.examples import PackedSequences
 from fabrics.training.optimizers import inner_optimizer_of
 from fabrics.training.worker import COPY, Node
-from tests.support.helpers import CPU, VOCABULARY, make_config, make_trainer, peek, random_sequences, train
+from tests.support.helpers import CPU, Stack, make_config, make_trainer, peek, random_sequences, train
 from tests.support.oracles import History, Problem
 from trainers import Trainer
 
 EXAMPLES = PackedSequences(random_sequences(200))
-
-
-class Stack(nn.Module):
-    """A language model of two layers that sees one token, in float64: a pass takes a fifth of the smallest Llama's."""
-
-    def __init__(self):
-        super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, 16)
-        self.layers = nn.ModuleList(
-            nn.Sequential(
-                nn.LayerNorm(16, bias=False), nn.Linear(16, 24, bias=False), nn.SiLU(), nn.Linear(24, 16, bias=False)
-            )
-            for _ in range(2)
-        )
-        self.head = nn.Linear(16, VOCABULARY, bias=False)
-        self.double()
-
-    def forward(self, input_ids: torch.Tensor) -> SimpleNamespace:
-        hidden = self.embedding(input_ids)
-        for layer in self.layers:
-            hidden = hidden + layer(hidden)
-        return SimpleNamespace(logits=self.head(hidden))
 
 
 def trainer_of(nodes: int = 4, max_batches: Sequence[int] = (), speeds: Sequence[float] = (), **values) -> Trainer:
@@ -50,7 +26,7 @@ def trainer_of(nodes: int = 4, max_batches: Sequence[int] = (), speeds: Sequence
     batches = {"INITIAL_BATCH_SIZE": 2 * nodes, "max_requested_batch": 2 * nodes}
     config = make_config(**{"sampling_method": "none"} | batches | values)
     torch.default_generator.manual_seed(0)
-    trainer = make_trainer(Stack(), config, EXAMPLES, nodes)
+    trainer = make_trainer(Stack().double(), config, EXAMPLES, nodes)
     if max_batches or speeds:
         sizes = max_batches or [64] * nodes
         speeds = speeds or [1.0] * nodes

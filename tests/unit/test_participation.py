@@ -15,7 +15,7 @@ from fabrics.training.outer_round import OuterRound
 from fabrics.training.work_split import draw_lost_messages, draw_participants, participant_count
 from fabrics.training.worker import COPY, RoundKey
 from tests.support import matrix
-from tests.support.helpers import Recorder, examples_of_an_epoch, light_cluster, recorded_pseudo_gradients, train
+from tests.support.helpers import Recorder, Stack, examples_of_an_epoch, light_cluster, recorded_pseudo_gradients, train
 from utils.config.schema import Config, ConfigError
 
 
@@ -216,7 +216,7 @@ def test_the_batch_test_uses_the_participants():
     values |= {"statistics_estimator": "across_workers"}
     (report,) = train(matrix.trainer_of(workers=4, **values), 1, matrix.INNER_STEPS)
     assert report.statistics.variance > 0
-    assert report.bytes_synchronised == 2 * 2 * 4 * sum(p.numel() for p in matrix.Bigrams().parameters())
+    assert report.bytes_synchronised == 2 * 2 * 4 * sum(p.numel() for p in Stack().parameters())
 
 
 # Every method
