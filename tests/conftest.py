@@ -19,11 +19,9 @@ import pytest
 
 from algorithms.registry import Registry
 from fabrics.data import python_docs
-from tests.support.docstrings import keep_docstrings
 
 # Slow imports are inside fixtures: the process that distributes the tests does not need them.
 
-keep_docstrings()
 # Collecting garbage takes a quarter of the time of imports; the tests are imported without it.
 gc.disable()
 # A shell ignores SIGINT for what it starts in the background, and the programs of tests would inherit that.
