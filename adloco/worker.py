@@ -198,6 +198,8 @@ class Worker:
         self._scaler = scaler
         trainable = next(parameter for parameter in model.parameters() if parameter.requires_grad)
         self._model = FlatModel(model, trainable.device)
+        if self.workers > 1 and trainable.is_cuda:
+            torch.cuda.set_device(trainable.device)  # nccl uses the current device
         self._places = self._model.views(self._model.parameters.data)
         self._gradients = self._model.views(self._model.gradient)
         with _naming_arguments():

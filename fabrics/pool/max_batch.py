@@ -234,5 +234,10 @@ def _measured_max_batch(config: Config, model: FlatModel, examples: Examples, sh
         return devices * calculate_max_batch(run, model, config.padding_percentage, sharing, reserved)
     except UnsupportedModuleError as error:
         raise ConfigError(f"statistics_estimator: {error}") from None
-    except (MemoryError, TrainingError) as error:
+    except TrainingError:  # in a pass of a shard group, which cannot be made smaller
+        raise ConfigError(
+            f"max_batch_size: measuring it takes passes of up to {_CUDA_PROBES[-1]} examples per device, and one did "
+            f"not fit; give it instead of null, in examples of a node of {devices} devices (one each: {devices})"
+        ) from None
+    except MemoryError as error:
         raise ConfigError(f"max_batch_size: {error}") from None

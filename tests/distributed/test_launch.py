@@ -98,14 +98,16 @@ def test_more_processes_than_nodes_are_not_started(monkeypatch, tmp_path, capsys
 CLOSED = RuntimeError("[../third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer")
 
 
-def explained(watcher: PeerWatch) -> str:
+def explained(watcher: PeerWatch, failure: RuntimeError = CLOSED) -> str:
     with pytest.raises(PeerLostError) as error, watcher.explaining():
-        raise CLOSED
+        raise failure
     return str(error.value)
 
 
 def test_a_lost_connection_is_explained_and_other_errors_stay():
     assert "another process of the run is gone" in explained(PeerWatch())
+    duplicate = dist.DistBackendError("NCCL error in: NCCLUtils.cpp:77, invalid usage: Duplicate GPU detected")
+    assert explained(PeerWatch(), duplicate) == f"GPUs cannot exchange tensors: {duplicate}"
     for error in (ValueError("of its own"), RuntimeError("shapes do not match")):
         with pytest.raises(type(error), match=str(error)), PeerWatch().explaining():
             raise error

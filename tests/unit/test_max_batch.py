@@ -15,7 +15,7 @@ from fabrics.pool.max_batch import calculate_max_batch, find_max_batch
 from fabrics.pool.run_checks import check_statistics
 from fabrics.training.flat_model import FlatModel
 from fabrics.training.inner_loop import backward
-from fabrics.training.worker import Node
+from fabrics.training.worker import Node, TrainingError
 from tests.support.helpers import (
     CPU,
     TINY_ARCHITECTURE,
@@ -101,6 +101,15 @@ def test_a_model_that_does_not_fit_names_the_keys():
     working = FlatModel(tiny_llama(dtype=torch.float32), CPU)
     with pytest.raises(MemoryError, match=r"no example fits on cpu.*padding_percentage 0\.9.*nodes_per_gpu"):
         calculate_max_batch(lambda count: None, working, 0.9, 4, reserved_bytes=10**15)
+
+
+def test_a_pass_of_a_shard_group_that_does_not_fit_asks_for_the_key(monkeypatch):
+    def attempt(model, work):
+        raise TrainingError("max_batch_size: cuda:0, device 0 of a node of 2, ran out of memory; lower max_batch_size")
+
+    monkeypatch.setattr(FlatModel, "attempt", attempt)
+    with pytest.raises(ConfigError, match=r"^max_batch_size: measuring it takes .* give it instead of null"):
+        Cluster(make_config(max_batch_size=None), tiny_data())
 
 
 @pytest.mark.parametrize(

@@ -173,8 +173,9 @@ def test_a_process_of_a_shard_group_has_one_device():
     third = Rank(number=6, count=8, local=2, local_count=4, machine=1)
     assert own_device("a", third) == "a"
     assert own_device("abcd", third) == "c"
-    with pytest.raises(ValueError, match="4 processes on a machine with 8 devices"):
-        own_device("abcdefgh", third)
+    assert own_device("abcdefgh", third) == "c"
+    with pytest.raises(ValueError, match="4 processes on a machine with 3 devices"):
+        own_device("abc", third)
 
 
 @pytest.mark.parametrize(

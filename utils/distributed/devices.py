@@ -177,10 +177,10 @@ def shard_group_sites(sites: Sequence[Site], size: int, place: int) -> list[Site
 
 
 def own_device(devices: Sequence[T], rank: Rank) -> T:
-    """Return the only device that a process sees, or the one with its number on the machine."""
+    """Return the only device that a process sees, or the one with its number on the machine; others stay idle."""
     if len(devices) == 1:
         return devices[0]
-    if len(devices) != rank.local_count:
+    if len(devices) < rank.local_count:
         raise ValueError(
             f"{rank.local_count} processes on a machine with {len(devices)} devices; with devices_per_node every "
             f"device has one process"

@@ -99,6 +99,7 @@ class Launch:
         }
         if Path("/sys/class/net/lo").exists():
             shared["GLOO_SOCKET_IFNAME"] = "lo"  # the host's name may resolve to another interface
+            shared["NCCL_SOCKET_IFNAME"] = os.environ.get("NCCL_SOCKET_IFNAME", "lo")
         self._before = {key: os.environ.get(key) for key in [*shared, "RANK", "LOCAL_RANK"]}
         self.processes = {
             rank: subprocess.Popen(

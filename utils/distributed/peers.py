@@ -117,7 +117,9 @@ class PeerWatch:
             self._found.wait(_NAMING_SECONDS)
         if self._lost is not None and self._killed:
             return self._lost
-        return self.left_reason() or self._lost or f"another process of the run is gone: {text}"
+        of_nccl = "nccl error" in text.lower() and "remote process" not in text.lower()  # such as too little memory
+        problem = "GPUs cannot exchange tensors" if of_nccl else "another process of the run is gone"
+        return self.left_reason() or self._lost or f"{problem}: {text}"
 
     def left_reason(self) -> str | None:
         """Return why another process has ended by itself; None: none has."""

@@ -143,8 +143,10 @@ class Processes:
         with self._peers.explaining():
             group = dist.new_group(list(ranks), timeout=self._timeout, backend="nccl" if on_gpus else "gloo")
             if on_gpus and self._rank.number in ranks:
-                # The communicator takes its memory now, and not when training has filled the GPU.
-                dist.all_reduce(torch.zeros(1, device="cuda"), group=group)
+                # nccl takes memory for each of its algorithms when it is first used: now, and not when training has
+                # filled the GPU. Buffers for messages between two processes still come with their first message.
+                for elements in (1, 2**24):
+                    dist.all_reduce(torch.zeros(elements, device="cuda"), group=group)
         return group
 
     def gather(self, value: T) -> list[T]:

@@ -90,7 +90,8 @@ class Transport:
     def copy(self, tensors: Sequence[torch.Tensor], source: int, takers: Collection[int]) -> None:
         """Copy contiguous tensors of any device from the process `source` into those of the processes `takers`."""
         for tensor in tensors:
-            for piece in self._pieces(tensor):
+            # As bytes: nccl does not know all types.
+            for piece in self._pieces(tensor.view(-1).view(torch.uint8)):
                 if self.rank == source:
                     self.exchange([(taker, piece) for taker in sorted(takers)], [])
                 elif self.rank in takers:
