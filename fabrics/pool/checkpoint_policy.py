@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fabrics.training.worker import TrainingError
 from utils.checkpoint.checkpoint import Checkpoints
 from utils.config.reading import dump_config
+from utils.distributed.processes import Processes
 from utils.distributed.signals import STOPPED_IN_ROUND, StoppedInRoundError, StopRequest
 from utils.files import CHECKPOINTS_FOLDER, MODELS_FOLDER
 
@@ -39,6 +43,7 @@ class CheckpointPolicy:
         self._stop = stop
         self._checkpoints = None
         if folder is not None:
+            _check_shared(folder, run.processes)
             minutes = run.config.checkpoint_every_minutes
             self._checkpoints = Checkpoints(folder / CHECKPOINTS_FOLDER, minutes, run.processes, observer.warn)
 
@@ -72,3 +77,25 @@ class CheckpointPolicy:
             state = {"cluster": run.state_dict(), "observer": self._observer.state_dict()}
             texts = {"config.yaml": dump_config(run.given_config)}
             self._checkpoints.save(step, run.tensors(), state, texts)
+
+
+def _check_shared(folder: Path, processes: Processes) -> None:
+    """Raise a TrainingError in all processes if machines have different folders of this name."""
+    if processes.count == 1:
+        return
+    mark = None
+    if processes.first_here:
+        mark = folder / f".{uuid.uuid4().hex}"
+        with contextlib.suppress(OSError):  # a disk that is full or read-only is no error
+            folder.mkdir(parents=True, exist_ok=True)
+            mark.touch()
+    marks = processes.gather(mark is not None and mark.exists() and mark.name)
+    # The main process looks: on NFS the others may not see a new folder for a while.
+    missing = processes.gather([rank for rank, name in enumerate(marks) if name and not (folder / name).exists()])[0]
+    if mark is not None:
+        mark.unlink(missing_ok=True)
+    if missing:
+        raise TrainingError(
+            f"log_dir: the machine of rank {missing[0]} has another folder of this name; checkpoints need one that all "
+            f"machines share, got {folder.parent}"
+        )

@@ -4,8 +4,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from fabrics.pool.checkpoint_policy import CheckpointPolicy, Vote
+from fabrics.pool.checkpoint_policy import CheckpointPolicy, Vote, _check_shared
+from fabrics.training.worker import TrainingError
 from tests.support.helpers import Recorder, light_cluster
+from tests.support.threads import together
 
 ALONE = {"number_of_initial_trainers": 1, "nodes_per_gpu": 1, "number_of_inner_steps_between_outers": 1}
 ALONE |= {"sampling_method": "none"}
@@ -64,3 +66,18 @@ def test_a_run_that_is_asked_to_stop_in_its_last_round_is_complete(tmp_path, rou
     assert cluster.counters.outer_steps == 1
     assert (cluster.interrupted, list(evaluations)) == ((False, [0]) if rounds == 1 else (True, []))
     assert checkpoints(tmp_path) == ["round_00001"]
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_machines_must_share_the_folder_of_checkpoints(tmp_path, shared):
+    """Ranks 0 and 1 are on one machine, rank 2 on another one."""
+
+    def check(process):
+        _check_shared(tmp_path / ("all" if shared or process.rank < 2 else "other"), process)
+
+    if shared:
+        together(3, check, machines=(0, 0, 1))
+    else:
+        with pytest.raises(TrainingError, match=r"^log_dir: the machine of rank 2 has another folder"):
+            together(3, check, machines=(0, 0, 1))
+    assert not [file for folder in tmp_path.iterdir() for file in folder.iterdir()]

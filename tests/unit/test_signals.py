@@ -28,6 +28,13 @@ def test_the_first_signal_is_kept_and_announced(number, capfd):
     assert capfd.readouterr().err.startswith(f"{number.name}: stopping after this round")
 
 
+def test_nohup_lets_a_run_outlive_its_terminal():
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with StopRequest() as stop:
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert not stop.requested
+
+
 def test_a_silent_process_keeps_the_signal(capfd):
     with StopRequest(speaks=False) as stop:
         os.kill(os.getpid(), signal.SIGTERM)

@@ -2,6 +2,7 @@
 
 import queue
 import threading
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -92,3 +93,44 @@ def test_a_first_round_without_progress_ends_as_well(monkeypatch, capsys):
         watch.close()
     places = "rank 0 is in inner step 1 of 2 of round 1; rank 1 is after its 2 inner steps of round 1"
     assert f"no process has made progress for 0 s: {places}; --resume continues" in capsys.readouterr().err
+
+
+class SilentPeer:
+    """The store of two processes between rounds, of which the second one publishes the same word for ever."""
+
+    def __init__(self, word: bytes):
+        self.word = word
+        self.own = b""
+
+    def set(self, key, value):
+        self.own = value.encode()
+
+    def multi_get(self, keys):
+        return [self.own, self.word]
+
+    def add(self, key, amount):
+        return 1
+
+
+@pytest.mark.parametrize(("word", "status"), [(b"between rounds#7", 1), (b"closed", None)])
+def test_a_process_that_publishes_nothing_more_ends_the_run(word, status, monkeypatch, capsys):
+    statuses = queue.Queue()
+    monkeypatch.setattr(stall, "INTERVAL_SECONDS", 0.01)
+    monkeypatch.setattr(stall, "SILENT_SECONDS", 0.1)
+    monkeypatch.setattr(stall, "os", SimpleNamespace(_exit=statuses.put))
+    store = SilentPeer(word)
+    watch = StallWatch(0, 2, store, lambda: None, lambda reason: None)
+    try:
+        if status is None:
+            with pytest.raises(queue.Empty):
+                statuses.get(timeout=1.0)
+        else:
+            assert statuses.get(timeout=60.0) == status
+            assert "error: rank 1 has been silent for 0 s; --resume continues" in capsys.readouterr().err
+    finally:
+        watch.close()
+    for _ in range(1000):
+        if store.own == b"closed":
+            break
+        time.sleep(0.01)
+    assert store.own == b"closed"

@@ -11,9 +11,12 @@ while the others wait: it tokenises a corpus, or writes models to a slow disk. T
 
 import ctypes
 import datetime
+import hashlib
 import os
 import signal
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -296,9 +299,22 @@ def agree(processes: Processes, what: str, statement: Mapping[str, object]) -> N
         raise ConfigError(f"the processes have different {what}: {found}")
 
 
+def _code() -> str:
+    """Return a digest of the program's files."""
+    root = Path(__file__).resolve().parents[2]
+    digest = hashlib.sha256()
+    for folder in ("algorithms", "fabrics", "utils"):
+        for path in sorted(root.joinpath(folder).rglob("*.py")):
+            digest.update(path.read_bytes())
+    for name in ("cluster.py", "trainers.py"):
+        digest.update((root / name).read_bytes())
+    return digest.hexdigest()[:12]
+
+
 def agree_on_config(processes: Processes, config: Config) -> None:
-    """Raise a ConfigError in all processes if plugins or configurations differ, except for the keys of a machine."""
+    """Raise a ConfigError in all processes if configurations, except for the keys of a machine, or programs differ."""
     statement = {name: getattr(config, name) for name in FIELDS if name not in _MAY_DIFFER}
+    statement |= {"code": _code(), "torch": torch.__version__, "transformers": version("transformers")}
     for index, plugin in enumerate(import_plugins(config.plugins)):
         statement[f"plugins[{index}], {plugin.name}"] = plugin.sha256
     agree(processes, "configurations", statement)
@@ -333,8 +349,9 @@ def meet(launch: Launch | None = None) -> Processes:
         store = dist.TCPStore(
             host, port, is_master=keeps_store, wait_for_workers=False, timeout=_CONNECTING, **listening
         )
-    # The agent's store still holds what an attempt before has left in it.
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    # The agent's store still holds what an attempt before has left in it. Otherwise every attempt has a new store, and
+    # agents that came later have counted fewer restarts.
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if agents_store else "0"
     store = dist.PrefixStore(f"attempt {attempt}", store)
     return Processes(rank, store, PeerWatch(launch.processes if launch is not None else None, store))
 

@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM: the first asks a run to stop after its round, with a checkpoint; a later one ends it at once.
+"""SIGINT, SIGTERM and SIGHUP: the first asks a run to stop after its round, with a checkpoint; a later one ends it.
 
 A launcher kills its processes 30 seconds after the signal. So a round that still trains after 20 seconds is left after
 the next inner step, and the run resumes from the last checkpoint.
@@ -16,7 +16,7 @@ import time
 from types import FrameType
 
 STATUS_INTERRUPTED = 130
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 # Within this time another signal counts as the first one.
 _SAME_SECONDS = 5.0
 # Time for the round to end after the first signal.
@@ -31,8 +31,14 @@ class StoppedInRoundError(Exception):
 
 
 def handled_signals() -> tuple[int, ...]:
-    """Return the signals whose handlers a run replaces: none in another thread than the main one, which may not."""
-    return _SIGNALS if threading.current_thread() is threading.main_thread() else ()
+    """Return the signals whose handlers a run replaces: none in another thread than the main one, which may not.
+
+    SIGHUP stays ignored if it is, as by nohup.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return ()
+    ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return _SIGNALS[:-1] if ignored else _SIGNALS
 
 
 class StopRequest:
@@ -73,7 +79,7 @@ class StopRequest:
                 with contextlib.suppress(OSError):  # the terminal may be gone
                     os.write(2, text.encode())
         elif time.monotonic() - self._requested_at > _SAME_SECONDS:
-            for each in _SIGNALS:
+            for each in self._before:
                 signal.signal(each, signal.SIG_DFL)
             signal.raise_signal(number)
             os._exit(128 + number)  # Linux keeps the first process of a container from ending by an unhandled signal

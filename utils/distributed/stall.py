@@ -6,6 +6,9 @@ process's progress and looks at that of all others. The limit adapts to the run,
 rounds, for instance on a checkpoint, counts as progress. The first round compiles, and has a longer limit. Once a
 process has ended by itself, no progress for a short time is enough: on GPUs the others would wait for it.
 
+A machine that vanishes without closing its connections publishes nothing more, in a round or between rounds. So every
+word has a number that grows while the process lives.
+
 The store is on another machine, which may vanish without closing its connections. Then the thread that looks waits for
 ever. So a second thread, which uses nothing but the clock, ends the process if the store has not answered for long.
 """
@@ -29,9 +32,12 @@ INTERVAL_SECONDS = 1.0
 # without an answer of the store for the former.
 SHORTEST_SECONDS = 120.0
 FIRST_ROUND_SECONDS = 600.0
+# The run ends if a process publishes nothing for this long.
+SILENT_SECONDS = 300.0
 FACTOR = 10.0
 
 _BETWEEN_ROUNDS = "between rounds"
+_CLOSED = "closed"
 
 
 class StallWatch:
@@ -103,11 +109,14 @@ class StallWatch:
         longest = 0.0
         idle = 0.0
         before: list[str] = []
+        words: list[str] = [""] * len(self._keys)
+        silent = [0.0] * len(self._keys)
         looked = time.monotonic()
         while not self._closing.wait(INTERVAL_SECONDS):
             try:
-                self._store.set(self._keys[self._rank], self._position())
-                positions = [value.decode() for value in self._store.multi_get(self._keys)]
+                self._store.set(self._keys[self._rank], f"{self._position()}#{self._looks}")
+                words_before = words
+                words = [value.decode() for value in self._store.multi_get(self._keys)]
             except RuntimeError:  # the process that keeps the store is gone
                 self._closing.set()
                 return
@@ -116,6 +125,11 @@ class StallWatch:
             # A process that was stopped for a while has not waited.
             passed = min(now - looked, 2.0 * INTERVAL_SECONDS)
             looked = now
+            for rank, (word, word_before) in enumerate(zip(words, words_before, strict=True)):
+                silent[rank] = silent[rank] + passed if word == word_before != _CLOSED else 0.0
+            if max(silent) > SILENT_SECONDS:
+                self._end(f"rank {silent.index(max(silent))} has been silent for {max(silent):.0f} s")
+            positions = [word.partition("#")[0] for word in words]
             if positions == before and _BETWEEN_ROUNDS not in positions:
                 idle += passed
             else:
@@ -128,6 +142,8 @@ class StallWatch:
             elif idle > max(SHORTEST_SECONDS if self._rounds > 0 else FIRST_ROUND_SECONDS, FACTOR * longest):
                 places = "; ".join(f"rank {rank} is {where.split('|')[0]}" for rank, where in enumerate(positions))
                 self._end(f"no process has made progress for {idle:.0f} s: {places}")
+        with contextlib.suppress(RuntimeError):
+            self._store.set(self._keys[self._rank], _CLOSED)
 
     def _watch_store(self) -> None:
         """End this process if `_watch` waits for the store; nothing here may wait for it as well."""
