@@ -5,9 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from fabrics.pool.checkpoint_policy import CheckpointPolicy, Vote, _check_shared
+from fabrics.pool.checkpoint_policy import CheckpointPolicy, Vote
 from fabrics.training.worker import TrainingError
-from tests.support.helpers import Recorder, light_cluster
+from tests.support.helpers import Recorder, light_cluster, make_config
 from tests.support.threads import together
 
 ALONE = {"number_of_initial_trainers": 1, "nodes_per_gpu": 1, "number_of_inner_steps_between_outers": 1}
@@ -77,7 +77,7 @@ def test_machines_must_share_the_folder_of_checkpoints(tmp_path, shared):
         folder = tmp_path / ("all" if shared or process.rank < 2 else "other")
         refusal = pytest.raises(TrainingError, match=r"^log_dir: the machine of rank 2 has another folder")
         with contextlib.nullcontext() if shared else refusal:
-            _check_shared(folder, process)
+            CheckpointPolicy(SimpleNamespace(config=make_config(), processes=process), Recorder(), folder)
 
     together(3, check, machines=(0, 0, 1))
     assert not [file for folder in tmp_path.iterdir() for file in folder.iterdir()]

@@ -22,8 +22,8 @@ MOST_BYTES = 20_000_000
 MOST_RESULTS = 50
 MOST_CHARACTERS = 100
 _PLOTS = (
-    "Vertical lines are merges. The best metric is that of the best living trainer. Circles are batches as run, filled "
-    "where they are accumulated. docs/run_folder.md describes every plot."
+    "Vertical lines are merges. The best metric is that of the best living trainer. In the panel of batches, circles "
+    "are batches as run, filled where they are accumulated. docs/run_folder.md describes every plot."
 )
 
 _STYLE = """

@@ -313,8 +313,9 @@ def _code() -> str:
 
 def agree_on_config(processes: Processes, config: Config) -> None:
     """Raise a ConfigError in all processes if configurations, except for the keys of a machine, or programs differ."""
+    programs = {"code": _code(), "torch": torch.__version__, "transformers": version("transformers")}
+    agree(processes, "programs", programs)
     statement = {name: getattr(config, name) for name in FIELDS if name not in _MAY_DIFFER}
-    statement |= {"code": _code(), "torch": torch.__version__, "transformers": version("transformers")}
     for index, plugin in enumerate(import_plugins(config.plugins)):
         statement[f"plugins[{index}], {plugin.name}"] = plugin.sha256
     agree(processes, "configurations", statement)
