@@ -16,6 +16,10 @@ hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
 export MASTER_ADDR=${hosts%%$'\n'*}
 export MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))
 
+ends=no
+# scancel sends the signal to the tasks. srun would kill them if it got it.
+trap 'ends=yes; scancel --signal=TERM "$SLURM_JOB_ID"' USR1
+
 # Each task is a process of the run: torchrun would kill it 30 seconds after the signal, even while it writes.
 # shellcheck disable=SC2016  # the tasks expand these
 srun --kill-on-bad-exit=1 ${SLURM_CPUS_PER_TASK:+--cpus-per-task=$SLURM_CPUS_PER_TASK} bash -c '
@@ -24,17 +28,14 @@ srun --kill-on-bad-exit=1 ${SLURM_CPUS_PER_TASK:+--cpus-per-task=$SLURM_CPUS_PER
     exec python run.py "$@"' adloco --resume auto "run_name=slurm_$SLURM_JOB_ID" "$@" &
 run=$!
 
-ends=no
-# scancel sends the signal to the tasks. srun would kill them if it got it.
-trap 'ends=yes; scancel --signal=TERM "$SLURM_JOB_ID"' USR1
 status=0
 wait "$run" || status=$?
-if [ "$ends" = yes ]; then # the first wait ended with the signal
+if [ "$status" -eq $((128 + $(kill -l USR1))) ]; then # the signal ended the wait, not the run
     status=0
     wait "$run" || status=$?
-    if [ "$status" -ge 128 ]; then # interrupted: neither complete nor failed
-        scontrol requeue "$SLURM_JOB_ID"
-        exit 0
-    fi
+fi
+if [ "$ends" = yes ] && [ "$status" -ge 128 ]; then # interrupted: neither complete nor failed
+    scontrol requeue "$SLURM_JOB_ID"
+    exit 0
 fi
 exit "$status"

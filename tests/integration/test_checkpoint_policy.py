@@ -78,6 +78,7 @@ def test_machines_must_share_the_folder_of_checkpoints(tmp_path, shared):
         refusal = pytest.raises(TrainingError, match=r"^log_dir: the machine of rank 2 has another folder")
         with contextlib.nullcontext() if shared else refusal:
             CheckpointPolicy(SimpleNamespace(config=make_config(), processes=process), Recorder(), folder)
+        return True
 
-    together(3, check, machines=(0, 0, 1))
+    assert together(3, check, machines=(0, 0, 1)) == [True] * 3
     assert not [file for folder in tmp_path.iterdir() for file in folder.iterdir()]
