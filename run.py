@@ -373,7 +373,7 @@ def train_and_record(cluster: "Cluster", recorder: "Observer", folder: Path) -> 
     from fabrics.training.worker import TrainingError
     from training_logs.recording.run_folder import logger
     from utils.distributed.peers import PeerLostError
-    from utils.distributed.signals import StoppedInRoundError
+    from utils.distributed.signals import STOPPED_IN_ROUND, StoppedInRoundError
 
     processes = cluster.processes
     models_folder = folder / MODELS_FOLDER
@@ -384,6 +384,19 @@ def train_and_record(cluster: "Cluster", recorder: "Observer", folder: Path) -> 
     # torchrun would kill the main process if another one exited with an error.
     interrupted = STATUS_INTERRUPTED if processes.is_main else 0
     ended_by = None
+
+    def finish(status: str, code: int, evaluations: Mapping, models: Mapping) -> None:
+        recorder.finish(cluster, evaluations, status, models)
+        if code and has_checkpoint(folder):
+            logger.info("to resume: python run.py --resume %s", shlex.quote(str(folder)))
+        recorder.close()
+
+    def finish_by_force(reason: str) -> None:
+        logger.error("error: %s", reason)
+        finish("interrupted" if reason.endswith(STOPPED_IN_ROUND) else "failed", 1, {}, {})
+
+    if processes.is_main:
+        processes.finish_by(finish_by_force)
     try:
         with StopRequest(speaks=processes.is_main) as stop:
             evaluations = cluster.train(recorder, folder, stop)
@@ -422,10 +435,7 @@ def train_and_record(cluster: "Cluster", recorder: "Observer", folder: Path) -> 
                 models = cluster.save_models(models_folder, recorder)
             except Exception:  # the summary, the cause and the command to resume still follow
                 logger.exception("the models cannot be saved")
-        recorder.finish(cluster, evaluations, status, models or {})
-        if code and has_checkpoint(folder):
-            logger.info("to resume: python run.py --resume %s", shlex.quote(str(folder)))
-        recorder.close()
+        finish(status, code, evaluations, models or {})
     return code, ended_by
 
 

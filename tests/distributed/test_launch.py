@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore
 
 import run
-from tests.support.runs import write_config
+from tests.support.runs import summary, write_config
 from utils.config.reading import parse_config
 from utils.distributed import launch
 from utils.distributed.devices import Rank
@@ -259,11 +259,15 @@ def test_a_run_without_progress_ends_and_says_where_each_process_is(programs, tm
         tmp_path, cache_dir, processes=2, number_of_initial_trainers=1, plugins=[str(tmp_path / "hang.py")]
     )
     ended = programs.run("run.py", "--config", config, status=1)
-    assert "error: no process has made progress for" in ended.stderr
-    assert "rank 0 is after its" in ended.stderr
+    said = ended.stdout + ended.stderr
+    assert "error: no process has made progress for" in said
+    assert "rank 0 is after its" in said
     place = "in inner step 1 of" if hang == "sleeps in a step" else "after its"
-    assert f"rank 1 is {place}" in ended.stderr
-    assert "of round 3" in ended.stderr
+    assert f"rank 1 is {place}" in said
+    assert "of round 3" in said
+    (folder,) = (tmp_path / "logs").iterdir()
+    assert f"to resume: python run.py --resume {folder}" in said
+    assert summary(folder)["status"] == "failed"
 
 
 UNFIT = """

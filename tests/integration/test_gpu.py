@@ -3,10 +3,12 @@
 Without a GPU the tests that need nothing else of CUDA run on the CPU, so that they still run when there is one.
 """
 
+import contextlib
 import copy
+import ctypes
 import dataclasses
 import functools
-import json
+import os
 import signal
 
 import numpy as np
@@ -32,11 +34,30 @@ from tests.support.helpers import (
     tiny_llama,
     train,
 )
-from tests.support.library import Regression, trained_regression
-from tests.support.runs import assert_same_run, write_config
+from tests.support.library import Regression, trained_over_nccl, trained_regression
+from tests.support.programs import ROOT
+from tests.support.runs import assert_same_run, summary, write_config
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU; make gpu runs these tests")
 GPU = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+
+
+def _nccl_version() -> int:
+    """Return the version of the NCCL that PyTorch has loaded, such as 23102; 0: none."""
+    version = ctypes.c_int(0)
+    with contextlib.suppress(OSError):
+        ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(version))
+    return version.value
+
+
+# With one GPU two processes share it.
+over_nccl = pytest.mark.skipif(
+    not torch.cuda.is_available() or (torch.cuda.device_count() < 2 and _nccl_version() < 23100),
+    reason="needs two GPUs, or one and NCCL 2.31",
+)
+NCCL = os.environ | {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}
+SHARED_GPU = {"devices": ["cuda:0"], "plugins": [str(ROOT / "tests" / "support" / "one_gpu.py")]}
+OWN_GPUS = {"devices": ["cuda:0", "cuda:1"]} if torch.cuda.device_count() > 1 else SHARED_GPU
 
 
 def test_statistics_on_a_gpu_equal_the_cpu():
@@ -67,12 +88,13 @@ def test_a_loop_of_ones_own_on_a_gpu_trains_as_on_the_cpu():
 
 
 @needs_gpu
-def test_workers_of_the_library_may_share_a_gpu():
+@pytest.mark.parametrize("train_on", [trained_regression, pytest.param(trained_over_nccl, marks=over_nccl)])
+def test_workers_of_the_library_may_share_a_gpu(train_on, monkeypatch):
+    monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
     batch = adloco.AdaptiveBatch(initial=4, max_micro_batch=4, largest=24, eta=0.4)
     results = []
-    for device in ("cpu", str(GPU)):
-        train_on = functools.partial(trained_regression, device, 12, batch=batch)
-        results.append(adloco.launch(train_on, processes=2))
+    for device, work in (("cpu", trained_regression), (str(GPU), train_on)):
+        results.append(adloco.launch(functools.partial(work, device, 12, batch=batch), processes=2))
     for (expected_batch, expected), (found_batch, found) in zip(*results, strict=True):
         assert found_batch == expected_batch > 4
         for tensors in zip(found, expected, strict=True):
@@ -234,19 +256,41 @@ def test_an_interrupted_run_resumes_with_the_same_bits(programs, tmp_path, cache
     assert_same_run(*runs)
 
 
+def final_loss(programs, folder, cache_dir, **values) -> float:
+    folder.mkdir()
+    config = write_config(folder, cache_dir, **values)
+    programs.run("run.py", "--config", config, env=NCCL, fresh=True)
+    (run,) = (folder / "logs").iterdir()
+    return summary(run)["final_loss"]
+
+
 @needs_gpu
 @pytest.mark.parametrize("deterministic", [True, False])
-def test_processes_that_share_gpus_or_have_their_own_equal_one_process(programs, tmp_path, cache_dir, deterministic):
-    """Two processes: with one GPU they share it (gloo), with two each has its own (nccl)."""
-    losses = []
-    gpus = min(2, torch.cuda.device_count())
-    for processes in (1, 2):
-        used = 1 if processes == 1 else gpus
-        values = {"devices": [f"cuda:{index}" for index in range(used)], "nodes_per_gpu": 4 // used}
-        config = write_config(tmp_path, cache_dir, processes=processes, deterministic=deterministic, **values)
-        folder = tmp_path / f"{processes}"
-        arguments = ["--config", str(config), f"log_dir={folder}"]
-        programs.run("run.py", *arguments, fresh=True)
-        (summary,) = folder.glob("*/model_training_report/summary.json")
-        losses.append(json.loads(summary.read_text())["final_loss"])
-    assert losses[1] == pytest.approx(losses[0], rel=1e-6 if deterministic else 1e-3)
+@pytest.mark.parametrize("nccl", [False, pytest.param(True, marks=over_nccl)])
+def test_two_processes_that_share_a_gpu_equal_one(programs, tmp_path, cache_dir, nccl, deterministic):
+    """Tensors travel over gloo, or over nccl as with a GPU for each."""
+    values = {"devices": ["cuda:0"], "deterministic": deterministic}
+    expected = final_loss(programs, tmp_path / "one", cache_dir, **values)
+    values |= OWN_GPUS | {"nodes_per_gpu": 2} if nccl else {}
+    found = final_loss(programs, tmp_path / "two", cache_dir, processes=2, **values)
+    assert found == pytest.approx(expected, rel=1e-6 if deterministic else 1e-3)
+
+
+@over_nccl
+def test_a_node_of_two_gpus_trains_like_one_and_resumes_when_one_has_died(programs, tmp_path, cache_dir):
+    """The main process waits in a collective for the one that is killed."""
+    values = {"devices": ["cuda:0"], "nodes_per_gpu": 2, "number_of_initial_trainers": 2, "save_weights_every": 1}
+    values["float32_matmul_precision"] = "highest"
+    expected = final_loss(programs, tmp_path / "one", cache_dir, **values)
+    values |= OWN_GPUS | {"processes": 2, "devices_per_node": 2}
+    assert final_loss(programs, tmp_path / "two", cache_dir, **values) == pytest.approx(expected, rel=1e-4)
+    (tmp_path / "killed").mkdir()
+    config = write_config(tmp_path / "killed", cache_dir, **values)
+    arguments = ("tests/support/killed_in_round.py", "SIGKILL", 1, "--config", config)
+    ended = programs.run(*arguments, env=NCCL, fresh=True, status=1)
+    (run,) = (tmp_path / "killed" / "logs").iterdir()
+    assert "was killed (SIGKILL)" in ended.stderr
+    assert f"to resume: python run.py --resume {run}" in ended.stdout + ended.stderr
+    assert summary(run)["status"] == "failed"
+    programs.run("run.py", "--resume", run, "processes=1", "devices_per_node=1", "devices=[cuda:0]", fresh=True)
+    assert summary(run)["final_loss"] == pytest.approx(expected, rel=1e-4)

@@ -2,6 +2,7 @@
 
 import argparse
 import os
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -76,6 +77,13 @@ def trained_regression(device: str, steps: int, **arguments) -> tuple[int, list[
     loop = Regression(device, **arguments)
     parameters = loop.train(steps)
     return loop.worker.requested_batch, [parameter.cpu() for parameter in parameters]
+
+
+def trained_over_nccl(device: str, steps: int, **arguments) -> tuple[int, list[torch.Tensor]]:
+    """Return `trained_regression` of a process with a GPU of its own, or one that it shares over nccl."""
+    rank = os.environ["RANK"]
+    with patch("adloco.worker.identity", lambda device: rank):
+        return trained_regression(f"cuda:{int(rank) % torch.cuda.device_count()}", steps, **arguments)
 
 
 class Rows(nn.Module):

@@ -7,7 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from utils.distributed import stall
+from utils.distributed import peers, stall
+from utils.distributed.peers import PeerWatch
 from utils.distributed.signals import STOPPED_IN_ROUND
 from utils.distributed.stall import StallWatch
 
@@ -37,9 +38,9 @@ def test_a_store_that_does_not_answer_ends_the_process(answers, status, monkeypa
     ended = threading.Event()
     monkeypatch.setattr(stall, "INTERVAL_SECONDS", 0.01)
     monkeypatch.setattr(stall, "SHORTEST_SECONDS", 0.3)
-    monkeypatch.setattr(stall, "os", SimpleNamespace(_exit=lambda code: code == 1 and ended.set()))
+    monkeypatch.setattr(peers, "os", SimpleNamespace(_exit=lambda code: code == 1 and ended.set()))
     store = Store(answers)
-    watch = StallWatch(1, 2, store, lambda: None, lambda reason: None)
+    watch = StallWatch(1, 2, store, PeerWatch())
     try:
         assert ended.wait(20.0 if status else 1.0) is bool(status)
     finally:
@@ -68,25 +69,29 @@ class EndedPeer:
 )
 def test_a_process_that_waits_for_one_that_has_ended_ends_with_its_reason(rank, why, status, monkeypatch, capsys):
     statuses = queue.Queue()
-    reasons = []
     monkeypatch.setattr(stall, "INTERVAL_SECONDS", 0.01)
     monkeypatch.setattr(stall, "GRACE_SECONDS", 0.05)
-    monkeypatch.setattr(stall, "os", SimpleNamespace(_exit=statuses.put))
-    watch = StallWatch(rank, 2, EndedPeer(), lambda: f"rank {1 - rank} ended: {why}", reasons.append)
+    monkeypatch.setattr(peers, "os", SimpleNamespace(_exit=statuses.put))
+    reason = f"rank {1 - rank} ended: {why}"
+    reasons = []
+    others = PeerWatch()
+    monkeypatch.setattr(others, "left_reason", lambda: reason)
+    monkeypatch.setattr(others, "failed", lambda rank, reason: reasons.append((rank, reason)))
+    watch = StallWatch(rank, 2, EndedPeer(), others)
     try:
         assert statuses.get(timeout=60.0) == status
     finally:
         watch.close()
-    assert reasons[0] == f"rank {1 - rank} ended: {why}"
-    assert f"error: {reasons[0]}; --resume continues" in capsys.readouterr().err
+    assert reasons[0] == (rank, reason)
+    assert f"error: {reason}; --resume continues" in capsys.readouterr().err
 
 
 def test_a_first_round_without_progress_ends_as_well(monkeypatch, capsys):
     statuses = queue.Queue()
     monkeypatch.setattr(stall, "INTERVAL_SECONDS", 0.01)
     monkeypatch.setattr(stall, "FIRST_ROUND_SECONDS", 0.1)
-    monkeypatch.setattr(stall, "os", SimpleNamespace(_exit=statuses.put))
-    watch = StallWatch(0, 2, EndedPeer(), lambda: None, lambda reason: None)
+    monkeypatch.setattr(peers, "os", SimpleNamespace(_exit=statuses.put))
+    watch = StallWatch(0, 2, EndedPeer(), PeerWatch())
     try:
         assert statuses.get(timeout=60.0) == 1
     finally:
@@ -117,9 +122,9 @@ def test_a_process_that_publishes_nothing_more_ends_the_run(word, status, monkey
     statuses = queue.Queue()
     monkeypatch.setattr(stall, "INTERVAL_SECONDS", 0.01)
     monkeypatch.setattr(stall, "SILENT_SECONDS", 0.1)
-    monkeypatch.setattr(stall, "os", SimpleNamespace(_exit=statuses.put))
+    monkeypatch.setattr(peers, "os", SimpleNamespace(_exit=statuses.put))
     store = SilentPeer(word)
-    watch = StallWatch(0, 2, store, lambda: None, lambda reason: None)
+    watch = StallWatch(0, 2, store, PeerWatch())
     try:
         if status is None:
             with pytest.raises(queue.Empty):

@@ -25,6 +25,8 @@ _INTERVAL_SECONDS = 0.5
 _NAMING_SECONDS = 5.0
 # Time to write the results after a process has died or ended.
 GRACE_SECONDS = 25.0
+# Time to write them while the main thread waits for ever.
+_FINISHING_SECONDS = 20.0
 # Begins the reason of a process that ends with a ConfigError, which the others then raise as well.
 WRONG_CONFIG = "the configuration is wrong: "
 
@@ -49,10 +51,14 @@ class PeerWatch:
     Args:
         children: the started processes by rank; none under torchrun.
         store: where a process that ends by itself leaves the reason.
+
+    Attributes:
+        finish: called with the reason before this process ends while its main thread waits; None: print the reason.
     """
 
     def __init__(self, children: Mapping[int, subprocess.Popen] | None = None, store: "Store | None" = None):
         self._children = children or {}
+        self.finish: Callable[[str], None] | None = None
         self._store = store
         self._rounds = 0
         self._lost: str | None = None
@@ -73,18 +79,23 @@ class PeerWatch:
             self._lost = f"rank {rank} (process {ended[rank].pid}) {exit_reason(ended[rank].returncode)}"
             self._found.set()
             if not self._closing.wait(GRACE_SECONDS):
-                self._end()
+                self.end(self.left_reason() or self._lost)
             return
 
-    def _end(self) -> None:
-        reason = self.left_reason() or self._lost
-        print(f"error: {reason}; --resume continues from the last checkpoint", file=sys.stderr, flush=True)
-        self.kill_children()
-        os._exit(1)
+    def end(self, reason: str, status: int = 1, speaks: bool = True) -> None:
+        """End this process, whose main thread waits for ever, and the ones that it has started.
 
-    def kill_children(self) -> None:
+        speaks: print the reason if there is no `finish`.
+        """
         for child in self._children.values():
             child.kill()
+        if self.finish is not None:
+            finishing = threading.Thread(target=self.finish, args=(reason,), name="finishing", daemon=True)
+            finishing.start()
+            finishing.join(_FINISHING_SECONDS)
+        elif speaks:
+            print(f"error: {reason}; --resume continues from the last checkpoint", file=sys.stderr, flush=True)
+        os._exit(status)
 
     @contextlib.contextmanager
     def explaining(self, awaited: Callable[[], Sequence[int]] | None = None) -> Iterator[None]:

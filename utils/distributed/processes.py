@@ -85,7 +85,7 @@ class Processes:
                     "gloo", store=own, rank=self._rank.number, world_size=self.count, timeout=_BETWEEN_ROUNDS
                 )
         # It would wait in `store` for processes that have not come yet.
-        self.stalls = StallWatch(self._rank.number, self._rank.count, store, self._peers.left_reason, self._stalled)
+        self.stalls = StallWatch(self._rank.number, self._rank.count, store, self._peers)
 
     def place(
         self,
@@ -220,9 +220,9 @@ class Processes:
             self._transport.copy(tensors, source, missing)
         return tensors if rank in need else None
 
-    def _stalled(self, reason: str) -> None:
-        self._peers.failed(self._rank.number, reason)
-        self._peers.kill_children()
+    def finish_by(self, finish: Callable[[str], None]) -> None:
+        """Call `finish` with the reason in another thread if this process must end while its main thread waits."""
+        self._peers.finish = finish
 
     def failed(self, reason: str) -> None:
         """Leave the other processes without waiting for them, and tell them why."""

@@ -14,14 +14,12 @@ ever. So a second thread, which uses nothing but the clock, ends the process if 
 """
 
 import contextlib
-import os
-import sys
 import threading
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from utils.distributed.peers import GRACE_SECONDS
+from utils.distributed.peers import GRACE_SECONDS, PeerWatch
 from utils.distributed.signals import STATUS_INTERRUPTED, STOPPED_IN_ROUND
 
 if TYPE_CHECKING:
@@ -45,23 +43,14 @@ class StallWatch:
 
     Args:
         count: number of processes; a single one is not watched.
-        left_reason: returns why another process has ended by itself; None: none has.
-        ending: called with the reason before the process ends.
+        peers: knows why another process has ended, and ends this one.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        count: int,
-        store: "Store | None",
-        left_reason: Callable[[], str | None],
-        ending: Callable[[str], None],
-    ):
+    def __init__(self, rank: int, count: int, store: "Store | None", peers: PeerWatch):
         self._rank = rank
         self._keys = [f"progress of {other}" for other in range(count)]
         self._store = store
-        self._left_reason = left_reason
-        self._ending = ending
+        self._peers = peers
         self._progress: Callable[[], int] | None = None
         self._round = 0
         self._steps = 0
@@ -136,7 +125,7 @@ class StallWatch:
                 longest = max(longest, idle)
                 idle = 0.0
             before = positions
-            left_reason = self._left_reason() if idle > GRACE_SECONDS else None
+            left_reason = self._peers.left_reason() if idle > GRACE_SECONDS else None
             if left_reason is not None:
                 self._end(left_reason)
             elif idle > max(SHORTEST_SECONDS if self._rounds > 0 else FIRST_ROUND_SECONDS, FACTOR * longest):
@@ -154,14 +143,12 @@ class StallWatch:
             looks = self._looks
             if silent * INTERVAL_SECONDS > SHORTEST_SECONDS:
                 seconds = f"{SHORTEST_SECONDS:.0f} s"
-                reason = f"rank {self._rank} got no answer from the machine of the first process for {seconds}"
-                print(f"error: {reason}; --resume continues from the last checkpoint", file=sys.stderr, flush=True)
-                os._exit(1)
+                self._peers.end(f"rank {self._rank} got no answer from the machine of the first process for {seconds}")
 
     def _end(self, reason: str) -> None:
+        first = False
         with contextlib.suppress(RuntimeError):
-            if self._store.add("stalled", 1) == 1:
-                print(f"error: {reason}; --resume continues from the last checkpoint", file=sys.stderr, flush=True)
-        self._ending(reason)
+            first = self._store.add("stalled", 1) == 1
+        self._peers.failed(self._rank, reason)
         interrupted = STATUS_INTERRUPTED if self._rank == 0 else 0
-        os._exit(interrupted if reason.endswith(STOPPED_IN_ROUND) else 1)
+        self._peers.end(reason, interrupted if reason.endswith(STOPPED_IN_ROUND) else 1, speaks=first)
