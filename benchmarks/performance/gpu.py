@@ -187,7 +187,7 @@ def trainers(device: str, counts: Sequence[int], overrides: Sequence[str] = ()) 
 
 # The parts, in order of importance, each with its time limit in seconds.
 PARTS: dict[str, tuple[Callable[[], dict], float]] = {
-    "tests": (tests, 240.0),
+    "tests": (tests, 300.0),
     "eager": (lambda: speeds(configured(MICROLLAMA)), 120.0),
     "large": (lambda: large(configured(LARGE)), 120.0),
     "graphs": (lambda: graphs({name: configured(SMALL, compile_model=mode) for name, mode in _MODES.items()}), 120.0),
