@@ -70,7 +70,7 @@ class EndedPeer:
 def test_a_process_that_waits_for_one_that_has_ended_ends_with_its_reason(rank, why, status, monkeypatch, capsys):
     statuses = queue.Queue()
     monkeypatch.setattr(stall, "INTERVAL_SECONDS", 0.01)
-    monkeypatch.setattr(stall, "GRACE_SECONDS", 0.05)
+    monkeypatch.setattr(stall, "ENDED_SECONDS", 0.05)
     monkeypatch.setattr(peers, "os", SimpleNamespace(_exit=statuses.put))
     reason = f"rank {1 - rank} ended: {why}"
     reasons = []

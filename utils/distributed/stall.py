@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from utils.distributed.peers import GRACE_SECONDS, PeerWatch
+from utils.distributed.peers import PeerWatch
 from utils.distributed.signals import STATUS_INTERRUPTED, STOPPED_IN_ROUND
 
 if TYPE_CHECKING:
@@ -30,6 +30,8 @@ INTERVAL_SECONDS = 1.0
 # without an answer of the store for the former.
 SHORTEST_SECONDS = 120.0
 FIRST_ROUND_SECONDS = 600.0
+# Once a process has ended by itself, no progress for this long is enough; torchrun kills the others after 30 s.
+ENDED_SECONDS = 10.0
 # The run ends if a process publishes nothing for this long.
 SILENT_SECONDS = 300.0
 FACTOR = 10.0
@@ -125,7 +127,7 @@ class StallWatch:
                 longest = max(longest, idle)
                 idle = 0.0
             before = positions
-            left_reason = self._peers.left_reason() if idle > GRACE_SECONDS else None
+            left_reason = self._peers.left_reason() if idle > ENDED_SECONDS else None
             if left_reason is not None:
                 self._end(left_reason)
             elif idle > max(SHORTEST_SECONDS if self._rounds > 0 else FIRST_ROUND_SECONDS, FACTOR * longest):
