@@ -324,9 +324,11 @@ def set_up(
 
     check_nodes(config, processes.devices)
     if config.memory == "auto":
-        memory = min(processes.gather(min(device_memory(device)[0] for device in processes.own_devices)))
-        devices = len(processes.devices) // config.nodes_per_gpu * config.devices_per_node
         on_gpus = processes.devices[0].type == "cuda"
+        sizes = [device_memory(device) for device in processes.own_devices]
+        # On GPUs CUDA and nccl have taken theirs by now.
+        memory = min(processes.gather(min(size - used * on_gpus for size, used in sizes)))
+        devices = len(processes.devices) // config.nodes_per_gpu * config.devices_per_node
         if not on_gpus:  # the processes of a node share the memory of their host
             memory //= config.devices_per_node
         config, choice = with_chosen_memory(config, devices, memory, on_gpus)

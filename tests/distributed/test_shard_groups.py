@@ -285,6 +285,15 @@ def test_the_layers_of_a_model_are_in_its_lists():
     assert layers_of(nn.Sequential(nested)) == [nested[0]]  # a single layer of the list belongs to the root
 
 
+def test_a_model_that_would_be_gathered_whole_is_refused():
+    model = object.__new__(ShardedModel)
+    model.shard_group = SimpleNamespace(mesh=None)
+    for autocast, layers in ((None, nn.Linear(4, 4)), (torch.bfloat16, nn.ModuleList([nn.Sequential(nn.Tanh())]))):
+        model.module, model._autocast = layers, autocast
+        with pytest.raises(ValueError, match="has no layers in a ModuleList"):
+            model._shard(torch.float32)
+
+
 def test_layers_that_share_a_parameter_belong_to_the_root():
     llama = tiny_llama(num_hidden_layers=3)
     layers = list(llama.model.layers)

@@ -124,6 +124,20 @@ def test_a_trainer_that_absorbs_another_continues_from_the_weighted_average(name
 
 
 @every_method
+def test_merging_identical_trainers_changes_nothing(name):
+    first, second = matrix.trainer_of(name, workers=2), matrix.trainer_of(name, workers=2)
+    for trainer in (first, second):
+        train(trainer, 2, matrix.INNER_STEPS)
+        settle(trainer)
+    second.id = 1
+    before = {key: first.shared[key].clone() for key in first.worker_group.merged_tensors}
+    assert "parameters" in before
+    first.absorb([second], {0: 0.25, 1: 0.75})
+    for key, tensor in before.items():
+        torch.testing.assert_close(first.shared[key], tensor, rtol=1e-6, atol=1e-7)
+
+
+@every_method
 def test_joining_workers_have_the_shared_parameters_and_their_bytes_are_counted(name):
     """Whether they join during a run or at a resume."""
     trainer = matrix.trainer_of(name, workers=2)

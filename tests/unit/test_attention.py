@@ -44,6 +44,7 @@ from tests.support.helpers import (
 
 IDS = torch.from_numpy(random_sequences(3)).long()
 PACKED = {"input_ids": IDS}
+TEXTS = [list(range(1, 4 + number % 20)) for number in range(60)]  # of 20 lengths
 # Functions that need a tensor's values, or how many there are, before the program continues: a GPU's host waits.
 READING = (
     "item", "tolist", "__bool__", "__float__", "__int__", "__index__", "equal", "is_nonzero", "masked_select",
@@ -118,12 +119,12 @@ def test_training_and_evaluation_have_the_bits_of_a_model_with_masks(dtype, monk
     assert all(map(torch.equal, *found))
 
 
-def test_inner_steps_and_evaluation_read_no_values():
+@pytest.mark.parametrize("examples", [PackedSequences(random_sequences(60)), padded(TEXTS)], ids=["packed", "padded"])
+def test_inner_steps_and_evaluation_read_no_values(examples):
     """Accumulation, clipping, a warm-up and statistics read no value, until the statistics are read."""
     config = make_config(
         INITIAL_BATCH_SIZE=8, max_batch_size=4, switch_multiplier=1, warmup_steps=3, sampling_method="none"
     )
-    examples = PackedSequences(random_sequences(60))
     trainer = make_trainer(tiny_llama(dtype=torch.float32), config, examples, nodes=1, max_batch=4)
     train(trainer, 1)
     trainer.assign_nodes(trainer.nodes)
@@ -157,7 +158,7 @@ def test_right_padding_needs_no_mask_in_causal_attention(architecture):
             losses = example_losses(model(**batch, **mask).logits, labels)
             losses.mean().backward()
         gradients = (parameter.grad.clone() for parameter in model.parameters())
-        found.append((losses.detach(), probe.squared_norms, *gradients))
+        found.append((losses.detach(), probe.squared_norms, probe.inner_products, *gradients))
     torch.testing.assert_close(found[0], found[1], rtol=1e-12, atol=1e-14)
 
 

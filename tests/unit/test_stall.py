@@ -1,6 +1,7 @@
 """The threads that end a process whose first machine has vanished, or that waits for one that has ended."""
 
 import queue
+import re
 import threading
 import time
 from types import SimpleNamespace
@@ -98,6 +99,47 @@ def test_a_first_round_without_progress_ends_as_well(monkeypatch, capsys):
         watch.close()
     places = "rank 0 is in inner step 1 of 2 of round 1; rank 1 is after its 2 inner steps of round 1"
     assert f"no process has made progress for 0 s: {places}; --resume continues" in capsys.readouterr().err
+
+
+class Rounds:
+    """The store of a process whose first round has a long pause, the later ones short ones until it stands still."""
+
+    def __init__(self, watch_later: list):
+        self.looks = 0
+        self.watch = watch_later
+
+    def set(self, key, value):
+        pass
+
+    def add(self, key, amount):
+        return 1
+
+    def multi_get(self, keys):
+        self.looks += 1
+        if self.looks == 100:  # the first round had a pause of 100 looks
+            (watch,) = self.watch
+            watch.end_round()
+            watch.begin_round(2, 5, lambda: 0)
+        moves = 1 if self.looks < 100 else min(self.looks, 120)
+        return [f"in inner step {moves} of 200 of round 2|{moves}".encode()] * len(keys)
+
+
+def test_the_first_round_says_nothing_about_the_limit_of_later_ones(monkeypatch, capsys):
+    statuses = queue.Queue()
+    watches = []
+    monkeypatch.setattr(stall, "INTERVAL_SECONDS", 0.01)
+    monkeypatch.setattr(stall, "SHORTEST_SECONDS", 0.5)
+    monkeypatch.setattr(peers, "os", SimpleNamespace(_exit=statuses.put))
+    store = Rounds(watches)
+    watch = StallWatch(0, 2, store, PeerWatch())
+    watches.append(watch)
+    watch.begin_round(1, 5, lambda: 0)
+    try:
+        assert statuses.get(timeout=60.0) == 1
+    finally:
+        watch.close()
+    (seconds,) = re.findall(r"no process has made progress for (\d+) s", capsys.readouterr().err)
+    assert int(seconds) <= 1
 
 
 class SilentPeer:

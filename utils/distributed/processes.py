@@ -136,6 +136,8 @@ class Processes:
             if other == place:
                 own = device if on_gpus else torch.device("cpu")
                 self._transport = Transport(rank, ranks, communicator, own, self._peers)
+                if on_gpus:
+                    self._transport.meet_all()
         if size > 1:
             for first in range(0, self.count, size):
                 communicator = self._new_group(range(first, first + size), device.type == "cuda")
@@ -147,7 +149,7 @@ class Processes:
             group = dist.new_group(list(ranks), timeout=self._timeout, backend="nccl" if on_gpus else "gloo")
             if on_gpus and self._rank.number in ranks:
                 # nccl takes memory for each of its algorithms when it is first used: now, and not when training has
-                # filled the GPU. Buffers for messages between two processes still come with their first message.
+                # filled the GPU.
                 for elements in (1, 2**24):
                     dist.all_reduce(torch.zeros(elements, device="cuda"), group=group)
         return group

@@ -87,6 +87,12 @@ class Transport:
                 tensor.copy_(staged)
         self.moved += 1
 
+    def meet_all(self) -> None:
+        """Exchange a number with every other process; nccl takes memory for each one with the first message."""
+        others = [rank for rank in self.ranks if rank != self.rank]
+        number = torch.zeros(1, device=self.device)
+        self.exchange([(rank, number) for rank in others], [(rank, torch.empty_like(number)) for rank in others])
+
     def copy(self, tensors: Sequence[torch.Tensor], source: int, takers: Collection[int]) -> None:
         """Copy contiguous tensors of any device from the process `source` into those of the processes `takers`."""
         for tensor in tensors:

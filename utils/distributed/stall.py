@@ -98,6 +98,7 @@ class StallWatch:
 
     def _watch(self) -> None:
         longest = 0.0
+        counts = False  # the first round, which compiles, says nothing about later ones
         idle = 0.0
         before: list[str] = []
         words: list[str] = [""] * len(self._keys)
@@ -124,7 +125,9 @@ class StallWatch:
             if positions == before and _BETWEEN_ROUNDS not in positions:
                 idle += passed
             else:
-                longest = max(longest, idle)
+                if counts:
+                    longest = max(longest, idle)
+                counts = self._rounds > 0
                 idle = 0.0
             before = positions
             left_reason = self._peers.left_reason() if idle > ENDED_SECONDS else None
