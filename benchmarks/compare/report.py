@@ -203,6 +203,8 @@ def target_table(results: Results) -> str:
 
 def _between(found: Sequence[tuple[float, float]], axis: str) -> str:
     least, most = (_amount(amounts, axis) for amounts in zip(*found, strict=True))
+    if least != most and not any(low for low, _ in found):  # evaluated at the start and the end only
+        return f"at most {most}"
     return least if least == most else f"{least} to {most}"
 
 
