@@ -175,8 +175,13 @@ def fragment_indices(shapes, count: int) -> list[Vector]:
     return [np.array(sorted(places), dtype=int) for places in found]
 
 
-def streaming_diloco(problem: Problem, fragments: int, delay: int, mixing: float, lr=0.7, momentum=0.9) -> History:
-    """Fragment p is sent after inner step (p + 1) H / P, and applied `delay` steps later (arXiv 2501.18512)."""
+def streaming_diloco(problem: Problem, fragments: int, delay: int, mixing=None, lr=0.7, momentum=0.9) -> History:
+    """Fragment p is sent after inner step (p + 1) H / P, and applied `delay` steps later (arXiv 2501.18512).
+
+    Without a delay it replaces the workers' own, with one it is mixed with them half and half.
+    """
+    if mixing is None:
+        mixing = 0.5 if delay else 0.0
     interval = problem.inner_steps // fragments
     places = fragment_indices(problem.shapes, fragments)
     history, workers, phi, thetas = [], Workers(problem), problem.start.copy(), problem.starts()

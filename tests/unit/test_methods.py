@@ -131,7 +131,7 @@ DEMO = ("DeMo", oracles.demo)
         (EAGER, 1, 4, {}, {}),
         (EAGER, 2, 2, {}, {}),
         (EAGER, 3, 2, {}, UNEVEN),
-        (STREAMING, 3, 4, {"fragments": 1, "delay": 0, "mixing": 0.0}, {}),
+        (STREAMING, 3, 4, {"fragments": 1, "delay": 0}, {}),
         (STREAMING, 3, 4, {"fragments": 2, "delay": 1, "mixing": 0.25}, UNEVEN),
         (STREAMING, 2, 6, {"fragments": 3, "delay": 1, "mixing": 0.5}, {}),
         (STREAMING, 1, 3, {"fragments": 1, "delay": 2, "mixing": 0.0}, {}),
