@@ -165,7 +165,8 @@ def test_grouped_queries_run_in_a_fused_kernel(dtype, kernel):
 
 
 @pytest.mark.parametrize("autocast", [None, "bfloat16"])
-def test_inner_steps_never_wait_for_the_gpu(autocast):
+@pytest.mark.parametrize("pads", [False, True])
+def test_inner_steps_never_wait_for_the_gpu(autocast, pads):
     """After the first, which is timed; with real attention kernels, accumulation and warm-up."""
     config = make_config(
         INITIAL_BATCH_SIZE=8, max_batch_size=4, switch_multiplier=1, warmup_steps=3, sampling_method="none"
@@ -173,7 +174,8 @@ def test_inner_steps_never_wait_for_the_gpu(autocast):
     size = 256 if GPU.type == "cuda" else 16  # heads of 64
     model = tiny_llama(dtype=torch.float32, hidden_size=size, intermediate_size=size)
     dtype = None if autocast is None else getattr(torch, autocast)
-    working, examples = FlatModel(model, GPU, dtype), PackedSequences(random_sequences(60, 64))
+    texts = padded([list(range(1, 50 - number % 20)) for number in range(60)])
+    working, examples = FlatModel(model, GPU, dtype), texts if pads else PackedSequences(random_sequences(60, 64))
     trainer = make_trainer(working, config, examples, nodes=1, max_batch=4)
     train(trainer, 1)  # libraries wait at their first use
     trainer.assign_nodes(trainer.nodes)
