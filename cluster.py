@@ -29,7 +29,7 @@ from fabrics.pool.eval_tool import Evaluation, EvaluationPart, Validation
 from fabrics.pool.max_batch import measured_max_batches
 from fabrics.pool.node_pool import NodePool
 from fabrics.pool.round_scheduler import RoundScheduler
-from fabrics.pool.run_checks import check_model, check_statistics, turns_warning
+from fabrics.pool.run_checks import check_model, check_statistics, sharding_warning, turns_warning
 from fabrics.pool.time_controller import plan_round, with_best_method
 from fabrics.training.work_split import WorkSplit
 from fabrics.training.worker import Node, TrainingError
@@ -86,7 +86,7 @@ class Cluster:
         self.devices = list(self.models)
         check_model(config, self.models.first)
         own_nodes = sum(map(self.processes.owns, range(len(self.nodes))))
-        self.warnings += turns_warning(self.models.first, own_nodes)
+        self.warnings += turns_warning(self.models.first, own_nodes) + sharding_warning(self.models.first)
         self.given_config = config
         if config.objective == "time":
             config = with_best_method(config, self.models.first, self.pool.fastest(0.0), len(data.train))

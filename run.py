@@ -387,18 +387,22 @@ def train_and_record(cluster: "Cluster", recorder: "Observer", folder: Path) -> 
     interrupted = STATUS_INTERRUPTED if processes.is_main else 0
     ended_by = None
 
-    def finish(status: str, code: int, evaluations: Mapping, models: Mapping) -> None:
-        recorder.finish(cluster, evaluations, status, models)
-        if code and has_checkpoint(folder):
+    def say_how_to_resume() -> None:
+        if has_checkpoint(folder):
             logger.info("to resume: python run.py --resume %s", shlex.quote(str(folder)))
+
+    def finish_for_main_thread(reason: str) -> None:
+        stopped = reason.endswith(STOPPED_IN_ROUND)
+        if stopped:
+            logger.warning("%s", reason)
+        else:
+            logger.error("error: %s", reason)
+        say_how_to_resume()  # first, as there is little time
+        recorder.finish(cluster, {}, "interrupted" if stopped else "failed", {})
         recorder.close()
 
-    def finish_by_force(reason: str) -> None:
-        logger.error("error: %s", reason)
-        finish("interrupted" if reason.endswith(STOPPED_IN_ROUND) else "failed", 1, {}, {})
-
     if processes.is_main:
-        processes.finish_by(finish_by_force)
+        processes.finish_by(finish_for_main_thread)
     try:
         with StopRequest(speaks=processes.is_main) as stop:
             evaluations = cluster.train(recorder, folder, stop)
@@ -437,7 +441,10 @@ def train_and_record(cluster: "Cluster", recorder: "Observer", folder: Path) -> 
                 models = cluster.save_models(models_folder, recorder)
             except Exception:  # the summary, the cause and the command to resume still follow
                 logger.exception("the models cannot be saved")
-        finish(status, code, evaluations, models or {})
+        recorder.finish(cluster, evaluations, status, models or {})
+        if code:
+            say_how_to_resume()
+        recorder.close()
     return code, ended_by
 
 

@@ -446,7 +446,7 @@ def estimate(config: Config, resources: Resources | None = None) -> Estimate:
         ranges=ranges,
         assumptions=(
             *assumptions,
-            "on GPUs CUDA takes 0.6 GB per process besides, and nccl 1.5 GB (measured on an H200)",
+            "on GPUs every process takes 0.6 GB more for CUDA; nccl takes 1.6 GB, and 25 MB per process beyond two",
             "on GPUs memory has been compared with that of one model, and times with none",
         ),
     )

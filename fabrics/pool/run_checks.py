@@ -30,6 +30,16 @@ def turns_warning(model: FlatModel, nodes: int) -> list[str]:
     ]
 
 
+def sharding_warning(model: FlatModel) -> list[str]:
+    """Return a warning if sharding saves little memory, otherwise none."""
+    if not model.gathered_whole:
+        return []
+    return [
+        "devices_per_node: every pass gathers the whole model on each device, as no layers in a ModuleList were found "
+        "(with autocast, none with linear parts)"
+    ]
+
+
 def check_model(config: Config, model: FlatModel) -> None:
     """Raise ConfigError if the model does not suit the inner optimizer, the method or the batch test."""
     check_inner_optimizer(config, model)

@@ -295,8 +295,7 @@ class ShardedModel(FlatModel):
         else:
             groups = sharded_parts(self.module)
             policy = MixedPrecisionPolicy(self._autocast, reduce_dtype=dtype, cast_forward_inputs=False)
-        if not groups:
-            raise ValueError("it has no layers in a ModuleList; every pass would gather the whole model at once")
+        self.gathered_whole = not groups
         for group in groups:
             fully_shard(group, mesh=mesh, reshard_after_forward=True, mp_policy=policy)
         # FSDP2 looks for tensors in the output; this hook comes before its own.

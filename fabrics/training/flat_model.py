@@ -70,9 +70,11 @@ class FlatModel:
         compares_devices: whether a probe compares the devices of the shard group instead of examples.
         passes: forward passes so far, a sign that the process makes progress.
         shard_group: the devices that share the module; here one.
+        gathered_whole: whether every pass gathers all parameters from the shard group at once.
     """
 
     shard_group = ShardGroup()
+    gathered_whole = False
     compares_devices = False
 
     def __init__(

@@ -16,6 +16,8 @@ from algorithms.batch.gradient_statistics import across_workers_estimate, gradie
 from algorithms.batch.losses import example_losses
 from fabrics.config_checks import CHECKS
 from fabrics.planning.estimate import estimate
+from fabrics.pool.run_checks import sharding_warning
+from fabrics.sharding import sharded_model
 from fabrics.sharding.sharded_model import ShardedModel, layers_of, sharded_layers, sharded_parts
 from fabrics.training.worker import TrainingError
 from tests.support import shard_groups
@@ -285,13 +287,26 @@ def test_the_layers_of_a_model_are_in_its_lists():
     assert layers_of(nn.Sequential(nested)) == [nested[0]]  # a single layer of the list belongs to the root
 
 
-def test_a_model_that_would_be_gathered_whole_is_refused():
+@pytest.mark.parametrize(
+    ("autocast", "layer", "whole"),
+    [
+        (None, nn.Linear, False),
+        (None, None, True),
+        (torch.bfloat16, nn.Linear, False),
+        (torch.bfloat16, nn.Bilinear, True),
+    ],
+)
+def test_a_model_that_is_gathered_whole_is_warned_of(monkeypatch, autocast, layer, whole):
+    """Without layers in a ModuleList, and with autocast also without linear parts in them."""
     model = object.__new__(ShardedModel)
-    model.shard_group = SimpleNamespace(mesh=None)
-    for autocast, layers in ((None, nn.Linear(4, 4)), (torch.bfloat16, nn.ModuleList([nn.Sequential(nn.Tanh())]))):
-        model.module, model._autocast = layers, autocast
-        with pytest.raises(ValueError, match="has no layers in a ModuleList"):
-            model._shard(torch.float32)
+    model.shard_group = SimpleNamespace(mesh=None, size=2, index=0)
+    sizes = (2, 2, 2) if layer is nn.Bilinear else (2, 2)
+    layers = [nn.Sequential(layer(*sizes)) for _ in range(2)] if layer else []
+    model.module, model._autocast = nn.Sequential(nn.ModuleList(layers), nn.Linear(2, 2)), autocast
+    monkeypatch.setattr(sharded_model, "fully_shard", lambda *arguments, **options: None)
+    model._shard(torch.float32)
+    assert model.gathered_whole is whole
+    assert len(sharding_warning(model)) == whole
 
 
 def test_layers_that_share_a_parameter_belong_to_the_root():

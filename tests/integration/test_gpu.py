@@ -174,7 +174,7 @@ def test_inner_steps_never_wait_for_the_gpu(autocast, pads):
     size = 256 if GPU.type == "cuda" else 16  # heads of 64
     model = tiny_llama(dtype=torch.float32, hidden_size=size, intermediate_size=size)
     dtype = None if autocast is None else getattr(torch, autocast)
-    texts = padded([list(range(1, 50 - number % 20)) for number in range(60)])
+    texts = padded([[1 + place % 50 for place in range(50 + number)] for number in range(60)])
     working, examples = FlatModel(model, GPU, dtype), texts if pads else PackedSequences(random_sequences(60, 64))
     trainer = make_trainer(working, config, examples, nodes=1, max_batch=4)
     train(trainer, 1)  # libraries wait at their first use

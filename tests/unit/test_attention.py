@@ -44,7 +44,7 @@ from tests.support.helpers import (
 
 IDS = torch.from_numpy(random_sequences(3)).long()
 PACKED = {"input_ids": IDS}
-TEXTS = [list(range(1, 4 + number % 20)) for number in range(60)]  # of 20 lengths
+TEXTS = [[1 + place % 50 for place in range(4 + 6 * (number % 20))] for number in range(60)]  # padded to 64 or 128
 # Functions that need a tensor's values, or how many there are, before the program continues: a GPU's host waits.
 READING = (
     "item", "tolist", "__bool__", "__float__", "__int__", "__index__", "equal", "is_nonzero", "masked_select",

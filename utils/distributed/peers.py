@@ -25,8 +25,8 @@ _INTERVAL_SECONDS = 0.5
 _NAMING_SECONDS = 5.0
 # Time to write the results after a process has died or ended.
 GRACE_SECONDS = 25.0
-# Time to write them while the main thread waits for ever.
-_FINISHING_SECONDS = 20.0
+# Time to write them while the main thread waits for ever; torchrun kills a process after 30 s.
+_FINISHING_SECONDS = 15.0
 # Begins the reason of a process that ends with a ConfigError, which the others then raise as well.
 WRONG_CONFIG = "the configuration is wrong: "
 
@@ -65,6 +65,8 @@ class PeerWatch:
         self._killed = False
         self._found = threading.Event()
         self._closing = threading.Event()
+        self._claim = threading.Lock()  # taken by the thread that ends this process
+        self._ending = threading.Event()
         if self._children:
             threading.Thread(target=self._watch, name="peers", daemon=True).start()
 
@@ -85,17 +87,26 @@ class PeerWatch:
     def end(self, reason: str, status: int = 1, speaks: bool = True) -> None:
         """End this process, whose main thread waits for ever, and the ones that it has started.
 
-        speaks: print the reason if there is no `finish`.
+        Args:
+            speaks: print the reason, if there is no `finish`.
         """
-        for child in self._children.values():
-            child.kill()
+        if not self._claim.acquire(blocking=False):  # the main thread has come back, and ends the process
+            return
+        self._ending.set()
         if self.finish is not None:
             finishing = threading.Thread(target=self.finish, args=(reason,), name="finishing", daemon=True)
             finishing.start()
             finishing.join(_FINISHING_SECONDS)
         elif speaks:
             print(f"error: {reason}; --resume continues from the last checkpoint", file=sys.stderr, flush=True)
+        for child in self._children.values():
+            child.kill()
         os._exit(status)
+
+    def _wait_for_the_end(self) -> None:
+        """Wait in the main thread, as another one writes the results and ends the process."""
+        if self._ending.is_set():
+            threading.Event().wait()
 
     @contextlib.contextmanager
     def explaining(self, awaited: Callable[[], Sequence[int]] | None = None) -> Iterator[None]:
@@ -110,6 +121,7 @@ class PeerWatch:
         except RuntimeError as error:
             if not (type(error).__name__.startswith("Dist") or "gloo" in str(error).lower()):
                 raise  # not because of another process
+            self._wait_for_the_end()
             reason = self._reason(error, awaited)
             kind = PeerLostError
             if reason.endswith(STOPPED_IN_ROUND):
@@ -150,7 +162,13 @@ class PeerWatch:
         return [rank for rank, key in enumerate(keys) if self._store.add(key, 0) < self._rounds]
 
     def failed(self, rank: int, reason: str) -> None:
-        """Tell the other processes why this one ends by itself."""
+        """Tell the other processes why this one ends by itself, and write its results in this thread."""
+        if not self._claim.acquire(blocking=False):
+            self._wait_for_the_end()
+        self.tell(rank, reason)
+
+    def tell(self, rank: int, reason: str) -> None:
+        """Tell the other processes why this one ends."""
         self.close()
         with contextlib.suppress(RuntimeError):
             if self._store is not None and not self._store.check(["ended"]):

@@ -26,15 +26,18 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
 INTERVAL_SECONDS = 1.0
-# The run ends without progress for this long, and for this many times the longest such time in earlier rounds; also
-# without an answer of the store for the former.
+# The run ends without progress for this long, and for FACTOR times the longest such time in earlier rounds; also
+# without an answer of the store for the former. The first round compiles, and counts less.
 SHORTEST_SECONDS = 120.0
 FIRST_ROUND_SECONDS = 600.0
+FIRST_ROUND_FACTOR = 3.0
 # Once a process has ended by itself, no progress for this long is enough; torchrun kills the others after 30 s.
 ENDED_SECONDS = 10.0
 # The run ends if a process publishes nothing for this long.
 SILENT_SECONDS = 300.0
 FACTOR = 10.0
+# Time for the first process, which writes the results, to say why the run ends; then another one does.
+SPEAKING_SECONDS = 5.0
 
 _BETWEEN_ROUNDS = "between rounds"
 _CLOSED = "closed"
@@ -97,8 +100,8 @@ class StallWatch:
         return f"{place} of round {self._round}|{progress()}"
 
     def _watch(self) -> None:
-        longest = 0.0
-        counts = False  # the first round, which compiles, says nothing about later ones
+        limit = 0.0
+        factor = FIRST_ROUND_FACTOR
         idle = 0.0
         before: list[str] = []
         words: list[str] = [""] * len(self._keys)
@@ -125,15 +128,14 @@ class StallWatch:
             if positions == before and _BETWEEN_ROUNDS not in positions:
                 idle += passed
             else:
-                if counts:
-                    longest = max(longest, idle)
-                counts = self._rounds > 0
+                limit = max(limit, factor * idle)
+                factor = FACTOR if self._rounds > 0 else FIRST_ROUND_FACTOR
                 idle = 0.0
             before = positions
             left_reason = self._peers.left_reason() if idle > ENDED_SECONDS else None
             if left_reason is not None:
                 self._end(left_reason)
-            elif idle > max(SHORTEST_SECONDS if self._rounds > 0 else FIRST_ROUND_SECONDS, FACTOR * longest):
+            elif idle > max(SHORTEST_SECONDS if self._rounds > 0 else FIRST_ROUND_SECONDS, limit):
                 places = "; ".join(f"rank {rank} is {where.split('|')[0]}" for rank, where in enumerate(positions))
                 self._end(f"no process has made progress for {idle:.0f} s: {places}")
         with contextlib.suppress(RuntimeError):
@@ -151,9 +153,14 @@ class StallWatch:
                 self._peers.end(f"rank {self._rank} got no answer from the machine of the first process for {seconds}")
 
     def _end(self, reason: str) -> None:
-        first = False
+        self._closing.set()
+        speaks = self._rank == 0
         with contextlib.suppress(RuntimeError):
-            first = self._store.add("stalled", 1) == 1
-        self._peers.failed(self._rank, reason)
+            if speaks:
+                self._store.add("the first process speaks", 1)
+            else:
+                time.sleep(SPEAKING_SECONDS)
+                speaks = self._store.add("the first process speaks", 0) == 0 and self._store.add("spoken", 1) == 1
+        self._peers.tell(self._rank, reason)
         interrupted = STATUS_INTERRUPTED if self._rank == 0 else 0
-        self._peers.end(reason, interrupted if reason.endswith(STOPPED_IN_ROUND) else 1, speaks=first)
+        self._peers.end(reason, interrupted if reason.endswith(STOPPED_IN_ROUND) else 1, speaks)
