@@ -327,7 +327,7 @@ def set_up(
         on_gpus = processes.devices[0].type == "cuda"
         sizes = [device_memory(device) for device in processes.own_devices]
         # On GPUs CUDA and nccl have taken theirs by now.
-        memory = min(processes.gather(min(size - used * on_gpus for size, used in sizes)))
+        memory = min(processes.gather(min(size - used if on_gpus else size for size, used in sizes)))
         devices = len(processes.devices) // config.nodes_per_gpu * config.devices_per_node
         if not on_gpus:  # the processes of a node share the memory of their host
             memory //= config.devices_per_node

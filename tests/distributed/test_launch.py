@@ -2,6 +2,8 @@
 
 import os
 import re
+import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +13,7 @@ from torch.distributed import HashStore
 import run
 from tests.support.runs import summary, write_config
 from utils.config.reading import parse_config
-from utils.distributed import launch
+from utils.distributed import launch, peers
 from utils.distributed.devices import Rank
 from utils.distributed.launch import planned_processes, threads_per_process
 from utils.distributed.peers import PeerLostError, PeerWatch
@@ -135,6 +137,23 @@ def test_a_store_that_is_gone_at_the_end_of_a_round_is_a_lost_process(monkeypatc
     with pytest.raises(PeerLostError, match="another process of the run is gone: Broken pipe"):
         two.gather_in_round(None)
     two.stalls.close()
+
+
+def test_one_thread_writes_the_results_and_ends_the_process(monkeypatch):
+    """The main thread, or the one that found it waiting; if its collective then fails, the main thread waits on."""
+    statuses, reasons = [], []
+    monkeypatch.setattr(peers, "os", SimpleNamespace(_exit=statuses.append))
+    came_back, hung = PeerWatch(), PeerWatch()
+    came_back.failed(0, "first")
+    came_back.end("second")
+    assert statuses == []
+    hung.finish = reasons.append
+    hung.end("stalled")
+    assert (statuses, reasons) == ([1], ["stalled"])
+    main_thread = threading.Thread(target=explained, args=(hung,), daemon=True)
+    main_thread.start()
+    main_thread.join(0.2)
+    assert main_thread.is_alive()
 
 
 def test_a_process_that_waits_for_one_that_died_is_ended(programs):

@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.compare import results
 from benchmarks.compare.compare import carry_out
-from benchmarks.compare.report import final_table, overview, page, verdict_table
+from benchmarks.compare.report import final_table, overview, page, target_table, verdict_table
 from benchmarks.compare.results import Results, mean_curve, paired_difference, same_data, used_until
 from benchmarks.compare.spec import COMPARISONS, ROOT
 
@@ -117,6 +117,13 @@ def made_results(seeds=3):
         "metric": {"name": "perplexity", "higher_is_better": False, "decimals": 2},
         "outcomes": [outcome | {"commit": "c0ffee+", "machine": "a CPU"} for outcome in outcomes],
     })  # fmt: skip
+
+
+def test_usage_until_a_target_is_a_range_or_a_bound():
+    """All runs of the reference reach 23, between the evaluations at 100 and 200 tokens."""
+    rows = target_table(made_results()).splitlines()
+    assert "| a | 3 of 3 | 100 to 200 | 100 to 200 | 10 to 20 |" in rows
+    assert "| d | 3 of 3 | at most 400 | at most 400 | at most 40 |" in rows  # evaluated at the end only
 
 
 def test_runs_are_compared_only_where_usage_allows_a_verdict():

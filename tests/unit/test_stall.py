@@ -105,9 +105,9 @@ def test_a_first_round_without_progress_ends_as_well(monkeypatch, capsys):
 class Rounds:
     """The store of a process whose first round has a long pause, the later ones short ones until it stands still."""
 
-    def __init__(self, watch_later: list):
+    def __init__(self, watches: list):
         self.looks = 0
-        self.watch = watch_later
+        self.watches = watches  # of one, as soon as it exists
 
     def set(self, key, value):
         pass
@@ -118,7 +118,7 @@ class Rounds:
     def multi_get(self, keys):
         self.looks += 1
         if self.looks == 100:  # the first round had a pause of 100 looks
-            (watch,) = self.watch
+            (watch,) = self.watches
             watch.end_round()
             watch.begin_round(2, 5, lambda: 0)
         moves = 1 if self.looks < 100 else min(self.looks, 120)
