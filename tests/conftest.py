@@ -24,8 +24,9 @@ from fabrics.data import python_docs
 
 # Collecting garbage takes a quarter of the time of imports; the tests are imported without it.
 gc.disable()
-# A shell ignores SIGINT for what it starts in the background, and the programs of tests would inherit that.
+# A shell ignores SIGINT for what it starts in the background, nohup SIGHUP; programs of tests would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 # Keep the tests that pytest has rewritten, which takes seconds per process, even with PYTHONDONTWRITEBYTECODE.
 sys.dont_write_bytecode = False
 # Examples have no time limit: their time depends on how busy the machine is.
