@@ -94,8 +94,10 @@ def stopped(copy):
 
 
 def flip(path: Path, place: float) -> None:
+    """Flip a bit at the place, or after it if a digit is there: numbers of 17 digits can differ and be equal."""
     data = bytearray(path.read_bytes())
-    data[int(place * (len(data) - 1))] ^= 0x01
+    start = int(place * (len(data) - 1))
+    data[next(i for i in range(start, len(data)) if not chr(data[i]).isdigit())] ^= 0x01
     path.write_bytes(data)
 
 
