@@ -308,9 +308,8 @@ def set_up(
     from cluster import Cluster
     from fabrics.data.dataset_loader import load_data
     from fabrics.models.initialisation import check_architecture
-    from fabrics.planning.memory_choice import with_chosen_memory
+    from fabrics.planning.memory_choice import resources_of, with_chosen_memory
     from fabrics.pool.device_errors import explain_setup_errors
-    from fabrics.pool.max_batch import device_memory
     from fabrics.pool.run_checks import check_nodes
     from training_logs.recording.provenance import Origin, code_of, machine
     from training_logs.recording.recorder import RunRecorder
@@ -325,13 +324,7 @@ def set_up(
     check_nodes(config, processes.devices)
     if config.memory == "auto":
         on_gpus = processes.devices[0].type == "cuda"
-        sizes = [device_memory(device) for device in processes.own_devices]
-        # On GPUs CUDA and nccl have taken theirs by now.
-        memory = min(processes.gather(min(size - used if on_gpus else size for size, used in sizes)))
-        devices = len(processes.devices) // config.nodes_per_gpu * config.devices_per_node
-        if not on_gpus:  # the processes of a node share the memory of their host
-            memory //= config.devices_per_node
-        config, choice = with_chosen_memory(config, devices, memory, on_gpus)
+        config, choice = with_chosen_memory(config, resources_of(config, processes), on_gpus)
         if processes.is_main:
             logger.info(choice)
     code = code_of() if processes.is_main else None  # before the data, which may take long, as files may change

@@ -89,7 +89,7 @@ def print_plan(options: argparse.Namespace) -> None:
         if options.device_memory is None:
             raise ConfigError("memory: auto needs --device-memory, as --plan looks at no device")
         on_gpus = not all(name.startswith("cpu") for name in config.devices or ("cuda",))
-        config, line = with_chosen_memory(config, options.devices, options.device_memory, on_gpus)
+        config, line = with_chosen_memory(config, resources, on_gpus)
         chosen = [line]
     found = estimate(config, resources)
     if options.json:

@@ -58,6 +58,8 @@ class Resources:
     memory: int | None = None  # bytes per device
     tflops: float | None = None  # sustained by each device
     links: tuple[tuple[str, Link], ...] = ()  # by name
+    processes: int | None = None  # that share a device; None: as the key `processes` says, one if it is auto
+    host_memory: int | None = None  # bytes of the host for each device
 
 
 @dataclass(frozen=True)
@@ -151,7 +153,9 @@ class _Run:
         # Of the busiest device. Its nodes may all have other trainers once the batches differ.
         self.workers_here = -(-max(self.nodes, self.trainers) // self.groups)
         self.processes_here = 1
-        if config.processes != "auto" and size == 1:
+        if size == 1 and resources.processes is not None:
+            self.processes_here = resources.processes
+        elif size == 1 and config.processes != "auto":
             self.processes_here = -(-config.processes // self.groups)
 
         module, assumed = meta_model(config)
@@ -423,6 +427,11 @@ def estimate(config: Config, resources: Resources | None = None) -> Estimate:
     memory, host_bytes = run.memory(activations)
     if room is not None and sum(memory.values()) > room:
         raise ConfigError(_too_large(config, memory, micro_batch, room))
+    if resources.host_memory is not None and host_bytes > resources.host_memory:
+        raise ConfigError(
+            f"host memory: state of a device takes {byte_size(host_bytes)}, and the host has "
+            f"{byte_size(resources.host_memory)} for each device"
+        )
     batches = [min(run.known_batches())]
     while largest is not None and 2 * batches[-1] < largest:
         batches.append(2 * batches[-1])

@@ -8,9 +8,13 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from fabrics.config_checks import CHECKS
 from fabrics.planning.estimate import MEMORY_ADVICE, Resources, estimate
+from fabrics.pool.max_batch import device_memory
 from utils.config.schema import Config, ConfigError
+from utils.distributed.processes import Processes
 from utils.text import byte_size
 
 # Start-up time of a micro-batch, in tokens: with this many tokens in it, a device reaches half of its speed. Derived
@@ -56,14 +60,28 @@ def cheapest(options: Sequence[MemoryOption], sequence_length: int, round_tokens
     return min(options, key=time)
 
 
-def with_chosen_memory(config: Config, devices: int | None, memory: int, on_gpus: bool) -> tuple[Config, str]:
+def resources_of(config: Config, processes: Processes) -> Resources:
+    """Return what every device of a run has at least: its memory and that of the host, now; all processes call this."""
+    on_gpus = processes.devices[0].type == "cuda"
+    sizes = [device_memory(device) for device in processes.own_devices]
+    # On GPUs CUDA and nccl have taken theirs by now.
+    memory = min(size - used if on_gpus else size for size, used in sizes)
+    if not on_gpus:  # the processes of a node share the memory of their host
+        memory //= config.devices_per_node
+    host, used = device_memory(torch.device("cpu"))
+    sharing = max(processes.sharing(node) for node in range(len(processes.devices)))
+    return Resources(
+        devices=len(processes.devices) // config.nodes_per_gpu * config.devices_per_node,
+        memory=min(processes.gather(memory)),
+        processes=sharing,
+        host_memory=min(processes.gather((host - used) // processes.devices_here)),
+    )
+
+
+def with_chosen_memory(config: Config, resources: Resources, on_gpus: bool) -> tuple[Config, str]:
     """Return the configuration with `memory: auto` carried out, and the choice in one line; ConfigError: nothing fits.
 
-    Keys that the configuration sets stay as they are.
-
-    Args:
-        devices: of all machines; None: see Resources.
-        memory: bytes of the smallest device.
+    Keys that the configuration sets stay as they are. The resources have a memory.
     """
     options = {}
     refusals = []
@@ -72,7 +90,7 @@ def with_chosen_memory(config: Config, devices: int | None, memory: int, on_gpus
         if any(problem for problems in CHECKS.problems for problem in problems(tried)):
             continue
         try:
-            found = estimate(tried, Resources(devices, memory))
+            found = estimate(tried, resources)
         except ConfigError as error:
             refusals.append(str(error))
             continue
@@ -90,7 +108,7 @@ def with_chosen_memory(config: Config, devices: int | None, memory: int, on_gpus
     round_tokens = step_examples * config.sequence_length * config.number_of_inner_steps_between_outers
     chosen = cheapest(tuple(options), config.sequence_length, round_tokens)
     what = ", ".join(chosen.keys) or "no other keys"
-    line = f"memory: auto chooses {what}; of {byte_size(memory)} a device, estimated for micro-batches of"
+    line = f"memory: auto chooses {what}; of {byte_size(resources.memory)} a device, estimated for micro-batches of"
     return options[chosen], f"{line} {chosen.micro_batch:,}"
 
 

@@ -3,9 +3,9 @@
 import pytest
 
 from fabrics.config_checks import CHECKS
-from fabrics.planning.estimate import Resources, estimate
+from fabrics.planning import memory_choice
+from fabrics.planning.estimate import ACTIVATIONS, Resources, estimate
 from fabrics.planning.memory_choice import MemoryOption, cheapest, with_chosen_memory
-from fabrics.pool import max_batch
 from run import train
 from tests.support.helpers import TINY_ARCHITECTURE, make_config
 from tests.support.runs import SHORT, write_config
@@ -59,7 +59,7 @@ def needed(**values) -> int:
 )
 def test_no_more_is_turned_on_than_fits(on):
     memory = needed(**on)
-    config, line = with_chosen_memory(make_config(**ALONE, memory="auto"), 1, memory, on_gpus=False)
+    config, line = with_chosen_memory(make_config(**ALONE, memory="auto"), Resources(1, memory), on_gpus=False)
     assert (config.activation_checkpointing, config.loss_chunk_tokens, config.offload_outer_state, config.memory) == (
         on.get("activation_checkpointing"), on.get("loss_chunk_tokens"), None, None,
     )  # fmt: skip
@@ -69,17 +69,17 @@ def test_no_more_is_turned_on_than_fits(on):
 
 def test_keys_that_are_set_stay_so_and_too_little_memory_is_refused():
     auto = make_config(**ALONE, memory="auto", activation_checkpointing=True, loss_chunk_tokens=7)
-    config, line = with_chosen_memory(auto, 1, 10**12, on_gpus=True)
+    config, line = with_chosen_memory(auto, Resources(1, 10**12), on_gpus=True)
     assert (config.activation_checkpointing, config.loss_chunk_tokens) == (True, 7)
     assert line == "memory: auto chooses no other keys; of 1.0 TB a device, estimated for micro-batches of 4"
     off = make_config(**ALONE, memory="auto", activation_checkpointing=False, loss_chunk_tokens=False)
     for config, memory in ((auto, 10**4), (off, needed(loss_chunk_tokens=256))):
         problem = "nothing that auto may turn on makes the run fit; .* run needs .*; what may help: a larger"
         with pytest.raises(ConfigError, match=f"memory: {problem}"):
-            with_chosen_memory(config, 1, memory, on_gpus=False)
+            with_chosen_memory(config, Resources(1, memory), on_gpus=False)
     refused = make_config(**ALONE | {"memory": "auto", "model_config": {"preset": "demo", "num_attention_heads": 7}})
     with pytest.raises(ConfigError, match="model_config: cannot build"):
-        with_chosen_memory(refused, 1, 10**12, on_gpus=False)
+        with_chosen_memory(refused, Resources(1, 10**12), on_gpus=False)
 
 
 def test_moments_wait_in_host_memory_only_where_workers_take_turns():
@@ -90,10 +90,32 @@ def test_moments_wait_in_host_memory_only_where_workers_take_turns():
         plain = estimate(make_config(**values))
         moments = plain.memory["state of the inner optimizer"] // trainers
         memory = plain.device_bytes - (trainers - 1) * moments
-        config, _ = with_chosen_memory(make_config(**values, memory="auto"), 1, memory, on_gpus=True)
+        config, _ = with_chosen_memory(make_config(**values, memory="auto"), Resources(1, memory), on_gpus=True)
         assert config.offload_moments is chosen
         found = estimate(config, Resources(1, memory))
         assert (found.device_bytes, found.memory["state of the inner optimizer"]) == (memory, moments)
+
+
+def test_state_goes_to_host_memory_only_where_the_host_has_room():
+    values = ALONE | {"activation_checkpointing": False, "loss_chunk_tokens": False, "devices": ["cuda:0"]}
+    offloaded = estimate(make_config(**values, offload_outer_state=True))
+    auto = make_config(**values, memory="auto")
+    for room, chosen in ((0, True), (-1, None)):
+        resources = Resources(1, offloaded.device_bytes, host_memory=offloaded.host_bytes + room)
+        if chosen:
+            config, _ = with_chosen_memory(auto, resources, on_gpus=True)
+            assert config.offload_outer_state is chosen
+        else:
+            with pytest.raises(ConfigError, match="memory: nothing that auto may turn on makes the run fit"):
+                with_chosen_memory(auto, resources, on_gpus=True)
+
+
+def test_processes_that_share_a_device_are_counted():
+    """Four processes with a node each need four working models; `processes` says nothing of torchrun's."""
+    values = ALONE | {"nodes_per_gpu": 4, "devices": ["cuda:0"]}
+    alone, shared = (estimate(make_config(**values), Resources(1, processes=count)).memory for count in (1, 4))
+    for part in ("parameters of the working model", "its gradients", ACTIVATIONS):
+        assert shared[part] == 4 * alone[part]
 
 
 @pytest.mark.usefixtures("programs")
@@ -102,7 +124,7 @@ def test_a_run_records_the_keys_that_were_chosen(tmp_path, cache_dir, monkeypatc
     values = {"model_config": model, "eval_batch_size": 1, "padding_percentage": 1.0, "number_of_outer_steps": 1}
     path = write_config(tmp_path, cache_dir, **values)
     memory = estimate(load_config(path, ["activation_checkpointing=true"], CHECKS)[0]).device_bytes
-    monkeypatch.setattr(max_batch, "device_memory", lambda device: (memory, 0))
+    monkeypatch.setattr(memory_choice, "device_memory", lambda device: (memory, 0))
     run = train(path, memory="auto")
     recorded, _ = load_config(run.folder / "config.yaml", [], CHECKS)
     assert (recorded.memory, recorded.activation_checkpointing, recorded.loss_chunk_tokens) == (None, True, None)

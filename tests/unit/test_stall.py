@@ -52,23 +52,37 @@ def test_a_store_that_does_not_answer_ends_the_process(answers, status, monkeypa
     assert ("rank 1 got no answer from the machine of the first process for 0 s; --resume" in said) is bool(status)
 
 
+IN_ROUND = (b"in inner step 1 of 2 of round 1|1", b"after its 2 inner steps of round 1|2")
+
+
 class EndedPeer:
     """The store of a process that waits in a collective on GPUs, which does not fail with the other process."""
+
+    def __init__(self, words: tuple[bytes, bytes] = IN_ROUND):
+        self.words = words
 
     def set(self, key, value):
         pass
 
     def multi_get(self, keys):
-        return [b"in inner step 1 of 2 of round 1|1", b"after its 2 inner steps of round 1|2"]
+        return list(self.words)
 
     def add(self, key, amount):
         return amount
 
 
 @pytest.mark.parametrize(
-    ("rank", "why", "status"), [(0, STOPPED_IN_ROUND, 130), (1, STOPPED_IN_ROUND, 0), (0, "ValueError: of its own", 1)]
+    ("rank", "words", "why", "status"),
+    [
+        (0, IN_ROUND, STOPPED_IN_ROUND, 130),
+        (1, IN_ROUND, STOPPED_IN_ROUND, 0),
+        (0, IN_ROUND, "ValueError: of its own", 1),
+        (0, (b"between rounds", b"closed"), "ValueError: of its own", 1),
+    ],
 )
-def test_a_process_that_waits_for_one_that_has_ended_ends_with_its_reason(rank, why, status, monkeypatch, capsys):
+def test_a_process_that_waits_for_one_that_has_ended_ends_with_its_reason(
+    rank, words, why, status, monkeypatch, capsys
+):
     statuses = queue.Queue()
     monkeypatch.setattr(stall, "INTERVAL_SECONDS", 0.01)
     monkeypatch.setattr(stall, "ENDED_SECONDS", 0.05)
@@ -79,7 +93,8 @@ def test_a_process_that_waits_for_one_that_has_ended_ends_with_its_reason(rank, 
     others = PeerWatch()
     monkeypatch.setattr(others, "left_reason", lambda: reason)
     monkeypatch.setattr(others, "tell", lambda rank, reason: reasons.append((rank, reason)))
-    watch = StallWatch(rank, 2, EndedPeer(), others)
+    watch = StallWatch(rank, 2, EndedPeer(words), others)
+    watch.waits_for_ever = b"closed" in words
     try:
         assert statuses.get(timeout=60.0) == status
     finally:

@@ -61,6 +61,7 @@ class Processes:
         first_here: whether this is the first process of its machine.
         devices: the device of each node of the run, as its owner calls it.
         groups: the number of each node's device in the run; nodes of one device communicate at no cost.
+        devices_here: the number of devices on this machine.
         shard_group: the processes that share every model with this one.
         stalls: watches, without waiting, that the processes make progress in a round.
     """
@@ -75,6 +76,7 @@ class Processes:
         self.first_here = self._rank.local == 0
         self.devices: tuple[torch.device, ...] = ()
         self.groups: tuple[int, ...] = ()
+        self.devices_here = 0
         self.shard_group = ShardGroup()
         if self.count > 1:
             with self._peers.explaining():
@@ -110,6 +112,7 @@ class Processes:
             devices = [own_device(devices, self._rank)]
         names = {identity(device): str(device) for device in devices}
         sites = self.gather(Site(self._rank.number, self._rank.machine, names))
+        here = {site.rank for site in sites if site.machine == self._rank.machine}
         if devices_per_node > 1:
             sites = shard_group_sites(sites, devices_per_node, place)
         slots = share_out(sites, nodes_per_device)
@@ -117,6 +120,7 @@ class Processes:
         self.devices = tuple(torch.device(slot.device) for slot in slots)
         self.groups = tuple(slot.group for slot in slots)
         self._owners = tuple(slot.owner for slot in slots)
+        self.devices_here = devices_per_node * len({slot.group for slot in slots if slot.owner in here})
         device = self.own_devices[0]
         if device.type == "cuda":
             torch.cuda.set_device(device)
@@ -143,11 +147,14 @@ class Processes:
                 communicator = self._new_group(range(first, first + size), device.type == "cuda")
                 if first == rank - place:
                     self.shard_group = ShardGroup(size, place, communicator, device, self._peers)
+            if device.type == "cuda":
+                self.shard_group.meet_all()
 
     def _new_group(self, ranks: Iterable[int], on_gpus: bool) -> dist.ProcessGroup:
         with self._peers.explaining():
             group = dist.new_group(list(ranks), timeout=self._timeout, backend="nccl" if on_gpus else "gloo")
             if on_gpus and self._rank.number in ranks:
+                self.stalls.waits_for_ever = True
                 # nccl takes memory for each of its algorithms when it is first used: now, and not when training has
                 # filled the GPU.
                 for elements in (1, 2**24):

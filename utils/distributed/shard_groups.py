@@ -75,6 +75,15 @@ class ShardGroup:
 
     # For a size above 1 only.
 
+    def meet_all(self) -> None:
+        """Gather and scatter once; nccl takes memory for each collective and algorithm when it is first used."""
+        for elements in (1, 2**22):
+            whole = torch.zeros(self.size * elements, device=self._device)
+            part = torch.zeros(elements, device=self._device)
+            with self.explaining():
+                all_gather(whole, part, group=self._communicator)
+                reduce_scatter(part, whole, group=self._communicator)
+
     def gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the flat tensors of all devices, of one size, as [size, elements]."""
         staged = tensor.to(self._device).contiguous()

@@ -4,7 +4,8 @@ A dead process is noticed at once (`utils.distributed.peers`), a hung one is not
 limit of collectives ends such a run late, and does not name the place. Here a thread of every process publishes the
 process's progress and looks at that of all others. The limit adapts to the run, and a process that works between
 rounds, for instance on a checkpoint, counts as progress. The first round compiles, and has a longer limit. Once a
-process has ended by itself, no progress for a short time is enough: on GPUs the others would wait for it.
+process has ended by itself, no progress for a short time is enough: on GPUs the others would wait for it, also between
+rounds.
 
 A machine that vanishes without closing its connections publishes nothing more, in a round or between rounds. So every
 word has a number that grows while the process lives.
@@ -31,8 +32,9 @@ INTERVAL_SECONDS = 1.0
 SHORTEST_SECONDS = 120.0
 FIRST_ROUND_SECONDS = 600.0
 FIRST_ROUND_FACTOR = 3.0
-# Once a process has ended by itself, no progress for this long is enough; torchrun kills the others after 30 s.
-ENDED_SECONDS = 10.0
+# Once a process has ended by itself, no progress for this long is enough. torchrun kills the others 30 s after a signal,
+# of which `signals.ROUND_SECONDS` may have passed.
+ENDED_SECONDS = 3.0
 # The run ends if a process publishes nothing for this long.
 SILENT_SECONDS = 300.0
 FACTOR = 10.0
@@ -49,6 +51,9 @@ class StallWatch:
     Args:
         count: number of processes; a single one is not watched.
         peers: knows why another process has ended, and ends this one.
+
+    Attributes:
+        waits_for_ever: collectives do not fail when another process ends, as over nccl.
     """
 
     def __init__(self, rank: int, count: int, store: "Store | None", peers: PeerWatch):
@@ -56,6 +61,7 @@ class StallWatch:
         self._keys = [f"progress of {other}" for other in range(count)]
         self._store = store
         self._peers = peers
+        self.waits_for_ever = False
         self._progress: Callable[[], int] | None = None
         self._round = 0
         self._steps = 0
@@ -102,7 +108,8 @@ class StallWatch:
     def _watch(self) -> None:
         limit = 0.0
         factor = FIRST_ROUND_FACTOR
-        idle = 0.0
+        idle = 0.0  # seconds in a round without progress
+        still = 0.0  # also between rounds
         before: list[str] = []
         words: list[str] = [""] * len(self._keys)
         silent = [0.0] * len(self._keys)
@@ -125,14 +132,16 @@ class StallWatch:
             if max(silent) > SILENT_SECONDS:
                 self._end(f"rank {silent.index(max(silent))} has been silent for {max(silent):.0f} s")
             positions = [word.partition("#")[0] for word in words]
-            if positions == before and _BETWEEN_ROUNDS not in positions:
+            still = still + passed if positions == before else 0.0
+            if still and _BETWEEN_ROUNDS not in positions:
                 idle += passed
             else:
                 limit = max(limit, factor * idle)
                 factor = FACTOR if self._rounds > 0 else FIRST_ROUND_FACTOR
                 idle = 0.0
             before = positions
-            left_reason = self._peers.left_reason() if idle > ENDED_SECONDS else None
+            waited = still if self.waits_for_ever else idle
+            left_reason = self._peers.left_reason() if waited > ENDED_SECONDS else None
             if left_reason is not None:
                 self._end(left_reason)
             elif idle > max(SHORTEST_SECONDS if self._rounds > 0 else FIRST_ROUND_SECONDS, limit):
