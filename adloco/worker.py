@@ -268,6 +268,8 @@ class Worker:
         if self.workers > 1:
             travels_in = transport_device(device, self._gather(identity(device)), dist.get_backend_config())
             transport = Transport(self.index, everyone, dist.group.WORLD, travels_in, self._peers)
+            if travels_in.type == "cuda":
+                transport.meet_all()
             fixed = [tensor for tensor in model.module.parameters() if not tensor.requires_grad]
             for tensor in (model.parameters, *fixed, *model.module.buffers()):
                 whole = tensor.data.contiguous()

@@ -92,18 +92,22 @@ def random_positions(size: int, count: int, generator: torch.Generator) -> torch
     return offsets.add_(bounds[:-1]).add_(shift).remainder_(size)
 
 
-def inner_product(a: torch.Tensor, b: torch.Tensor, chunk: int = 2**20) -> torch.Tensor:
+# Elements of a chunk: a copy of one costs little memory. A GPU takes larger ones, as it has a few kernels for each.
+_CHUNK = {"cpu": 2**20, "cuda": 2**22}
+
+
+def inner_product(a: torch.Tensor, b: torch.Tensor, chunk: int | None = None) -> torch.Tensor:
     """Return <a, b>, summed in float64, so that differences of such sums cancel to float32's last digits only.
 
     By chunks: no copy of model size is made, and no vector is too long for torch.dot, which takes 2^31 - 1 elements.
     """
-    parts = zip(a.split(chunk), b.split(chunk), strict=True)
+    size = chunk or _CHUNK[a.device.type]
+    parts = zip(a.split(size), b.split(size), strict=True)
     return torch.stack([x.double().dot(y.double()) for x, y in parts]).sum()
 
 
 # Elements of the sketch of a gradient.
 SKETCH_SIZE = 1024
-_SKETCH_CHUNK = 2**20
 
 
 @torch.no_grad()
@@ -118,7 +122,7 @@ def sketch(vector: torch.Tensor, seed: int, size: int = SKETCH_SIZE, rows: int =
     if before := first % size:
         vector = torch.nn.functional.pad(vector, (before, 0))
     found = torch.zeros(rows, size, dtype=torch.float64, device=vector.device)
-    chunk = max(_SKETCH_CHUNK // size, 1) * size
+    chunk = max(_CHUNK[vector.device.type] // size, 1) * size
     for start in range(0, len(vector), chunk):
         part = vector[start : start + chunk]
         place = torch.arange(start, start + len(part), dtype=torch.int64, device=vector.device)

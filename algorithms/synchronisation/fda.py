@@ -162,8 +162,9 @@ def variance_estimate(mean_state: torch.Tensor) -> float:
     linear: never below the variance if xi has norm 1. sketch: the median over the rows is |mean u|^2 within its error
     with high probability, and after division by 1 + error hardly ever above it.
     """
-    squared = mean_state[0].item()
-    rest = mean_state[1:].double()
+    state = mean_state.cpu()  # one wait for a GPU
+    squared = state[0].item()
+    rest = state[1:].double()
     if len(rest) == 1:
         return squared - rest.item() ** 2
     return squared - rest.view(_ROWS, _WIDTH).square().sum(1).median().item() / (1 + _SKETCH_ERROR)

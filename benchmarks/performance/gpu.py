@@ -2,7 +2,7 @@
 
 Writes docs/results/gpu.json and a table for each GPU in docs/benchmarks.md; without a GPU it writes nothing. Each part
 runs in its own process with a time limit. A part that fails leaves the reason in its place, and the others continue.
-Another call measures the parts that are missing or have failed.
+Another call measures the parts that are missing, have failed, or were measured with another version of the program.
 
 - tests: tests/integration/test_gpu.py, which also checks that no inner step waits for the GPU.
 - eager, compiled: MicroLlama (305M parameters) at sequence length 512 in bfloat16 against a bare loop, with the model
@@ -48,6 +48,7 @@ from fabrics.models.initialisation import flops_per_token
 from fabrics.planning.estimate import estimate
 from utils.config.reading import parse_config
 from utils.config.schema import Config
+from utils.distributed.processes import program_digest
 from utils.files import write_json_atomically, write_text_atomically
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -279,10 +280,15 @@ def with_section(page: str, text: str) -> str:
     return f"{before}{BEGIN}\n{text}\n{END}{rest.partition(END)[2]}"
 
 
+def _holds(part: Mapping, program: str) -> bool:
+    """Return whether a part was measured, without a problem, with the present program."""
+    return part.get("program") == program and "problem" not in part and not part.get("status")
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Measure one GPU.")
     parser.add_argument(
-        "--parts", nargs="+", choices=PARTS, help="default: those that are not recorded, or failed, for this GPU"
+        "--parts", nargs="+", choices=PARTS, help="default: those not recorded, or failed, with this GPU and program"
     )
     parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
@@ -299,9 +305,10 @@ def main(arguments: list[str] | None = None) -> int:
     if results not in everything:
         everything.append(results)
     parts = results["parts"]
-    missing = [name for name in PARTS if name not in parts or "problem" in parts[name] or parts[name].get("status")]
-    for name in options.parts or missing:
+    program = program_digest()
+    for name in options.parts or [name for name in PARTS if not _holds(parts.get(name, {}), program)]:
         found = measured(name, min(PARTS[name][1], TOTAL_SECONDS - (time.monotonic() - started)))
+        found["program"] = program
         print(f"{name}: {json.dumps(found)}", flush=True)
         parts[name] = found
         write_json_atomically(RESULTS, everything)  # an interruption loses one part

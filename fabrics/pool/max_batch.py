@@ -197,6 +197,8 @@ def measured_max_batches(
 
     state_bytes: bytes between rounds in this process, which on a CPU are not in use before they are first written.
     """
+    if any(device.type == "cuda" for device in processes.own_devices):
+        torch.cuda.empty_cache()  # for the processes that share the GPU
     processes.gather(None)  # afterwards the tensors of all processes exist
     per_device = config.nodes_per_gpu
     own: dict[int, int] = {}

@@ -47,15 +47,20 @@ def test_parts_are_recorded_one_by_one_and_made_again_if_they_failed(monkeypatch
         return found[name]
 
     monkeypatch.setattr(gpu, "measured", interrupted)
+    monkeypatch.setattr(gpu, "program_digest", lambda: "first")
     with pytest.raises(KeyboardInterrupt):
         gpu.main(["--parts", *found, "large"])
     (entry,) = gpu.recorded()
-    assert entry["parts"] == found
+    assert entry["parts"] == {name: part | {"program": "first"} for name, part in found.items()}
     assert "- eager: no memory" in page.read_text()
     measured = []
     monkeypatch.setattr(gpu, "measured", lambda name, limit: measured.append(name) or {})
     assert gpu.main([]) == gpu.main([]) == 0
     assert measured == [name for name in gpu.PARTS if name != "graphs"]
+    monkeypatch.setattr(gpu, "program_digest", lambda: "second")
+    measured.clear()
+    assert gpu.main([]) == 0
+    assert measured == list(gpu.PARTS)
     monkeypatch.setattr(gpu.torch.cuda, "get_device_name", lambda device: "another")
     assert gpu.main(["--parts", "compiled"]) == 0
     assert [set(entry["parts"]) for entry in gpu.recorded()] == [set(gpu.PARTS), {"compiled"}]

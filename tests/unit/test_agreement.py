@@ -53,7 +53,7 @@ def test_another_configuration_on_one_process_stops_all_with_one_line():
 
 def test_processes_with_other_code_do_not_train_together(monkeypatch):
     codes = iter(["1a", "2b"])
-    monkeypatch.setattr("utils.distributed.processes._code", lambda: next(codes))
+    monkeypatch.setattr("utils.distributed.processes.program_digest", lambda: next(codes))
     (line, _) = refusals(2, lambda process: agree_on_config(process, make_config()))
     assert re.fullmatch(r"the processes have different programs: code: '(1a|2b)' on rank 0, .*", line)
 

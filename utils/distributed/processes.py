@@ -36,7 +36,7 @@ from utils.distributed.devices import (
     shard_group_sites,
     share_out,
 )
-from utils.distributed.launch import STARTED_BY, Launch, hide_gpus
+from utils.distributed.launch import STARTED_BY, Launch, cores, hide_gpus
 from utils.distributed.peers import PeerWatch
 from utils.distributed.reductions import Transport, Workers
 from utils.distributed.shard_groups import ShardGroup
@@ -308,8 +308,8 @@ def agree(processes: Processes, what: str, statement: Mapping[str, object]) -> N
         raise ConfigError(f"the processes have different {what}: {found}")
 
 
-def _code() -> str:
-    """Return a digest of the program's files."""
+def program_digest() -> str:
+    """Return a digest of the files that training uses."""
     root = Path(__file__).resolve().parents[2]
     digest = hashlib.sha256()
     for folder in ("algorithms", "fabrics", "utils"):
@@ -322,7 +322,7 @@ def _code() -> str:
 
 def agree_on_config(processes: Processes, config: Config) -> None:
     """Raise a ConfigError in all processes if configurations, except for the keys of a machine, or programs differ."""
-    programs = {"code": _code(), "torch": torch.__version__, "transformers": version("transformers")}
+    programs = {"code": program_digest(), "torch": torch.__version__, "transformers": version("transformers")}
     agree(processes, "programs", programs)
     statement = {name: getattr(config, name) for name in FIELDS if name not in _MAY_DIFFER}
     for index, plugin in enumerate(import_plugins(config.plugins)):
@@ -350,6 +350,8 @@ def meet(launch: Launch | None = None) -> Processes:
     rank = Rank.from_environment()
     if rank is None:
         return Processes()
+    # Every process compiles; torch.compile would start threads for all cores in each.
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(max(1, cores() // rank.local_count)))
     host = os.environ["MASTER_ADDR"]
     port = int(os.environ["MASTER_PORT"])
     agents_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"

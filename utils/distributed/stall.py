@@ -32,8 +32,8 @@ INTERVAL_SECONDS = 1.0
 SHORTEST_SECONDS = 120.0
 FIRST_ROUND_SECONDS = 600.0
 FIRST_ROUND_FACTOR = 3.0
-# Once a process has ended by itself, no progress for this long is enough. torchrun kills the others 30 s after a signal,
-# of which `signals.ROUND_SECONDS` may have passed.
+# Once a process has ended by itself, no progress for this long is enough. torchrun kills the others 30 s after a
+# signal, of which `signals.ROUND_SECONDS` may have passed.
 ENDED_SECONDS = 3.0
 # The run ends if a process publishes nothing for this long.
 SILENT_SECONDS = 300.0
