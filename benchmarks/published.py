@@ -13,10 +13,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from algorithms.flat import Block
 from algorithms.nodes.traffic import Event, Link
 from algorithms.nodes.virtual_clock import Clocks
+from algorithms.synchronisation.sparse_loco import SparseLoCo
 from utils.files import path_argument, write_json_atomically
 
 BITS = 12.0  # on the link, per parameter of an exchange in 16 bits
@@ -182,12 +186,36 @@ def compare(cases: dict[str, Case]) -> list[dict]:
 
 
 def compare_runs() -> list[dict]:
-    """Return one row per real run; the latency of its link is the measured time of communication."""
+    """Return one row per real run; the latency of its link is the measured time of communication.
+
+    So only the sum of the two times is compared; `covenant` derives the time of the messages.
+    """
     rows = []
     for name, (steps, computing, communication, published) in REAL_RUNS.items():
         case = Case(1.0, 1, 60 * computing / steps, steps, "")
         found = 100 * utilisation(case, Link(latency=60 * communication), overlap=False)
         rows.append({"run": name, "published": published, "this clock": round(found, 2)})
+    return rows
+
+
+def covenant() -> list[dict]:
+    """Return rows for Covenant-72B from the bytes of SparseLoCo's messages and the published links of a worker."""
+    steps, computing, _, _ = REAL_RUNS["Covenant-72B"]
+    workers = 20
+    parameters = 72e9
+    blocks = [Block("all", 0, (int(parameters),))]
+    sent = SparseLoCo().capabilities.bytes_per_round(workers, 0.0, 0.0, blocks, torch.float32) / workers
+    rows = []
+    for exchange, messages, rate in (
+        ("a message sent to a store", 1, 110e6),
+        ("the others' messages received from it", workers - 1, 500e6),
+        ("a message sent to each other worker, as `--plan` counts", workers - 1, 110e6),
+    ):
+        bits = 8 * sent * messages / (workers - 1)
+        case = Case(parameters, 1, 60 * computing / steps, steps, "", bits=bits / parameters)
+        row = {"exchange": exchange, "Gbit": round(bits / 1e9, 2), "Mb/s": round(rate / 1e6)}
+        found = 100 * utilisation(case, Link(rate), overlap=False)
+        rows.append(row | {"seconds": round(Link(rate).seconds(bits / 8), 1), "this clock": round(found, 2)})
     return rows
 
 
@@ -209,7 +237,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--json", type=path_argument, metavar="FILE", help="also write the tables to this file")
     options = parser.parse_args(arguments)
-    tables = {"scaling_laws": compare(scaling_laws()), "streaming": compare(streaming()), "real_runs": compare_runs()}
+    tables = {"scaling_laws": compare(scaling_laws()), "streaming": compare(streaming())}
+    tables |= {"real_runs": compare_runs(), "covenant": covenant()}
     print(*map(table, tables.values()), sep="\n\n")
     if options.json:
         write_json_atomically(options.json, tables)

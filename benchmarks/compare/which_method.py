@@ -29,7 +29,7 @@ COMPARISONS = ("equal_time", "headline", "node_counts")
 RATES = {"1M": 1e6, "10M": 1e7, "100M": 1e8, "1G": 1e9, "10G": 1e10, "100G": 1e11}
 LATENCIES = {"0.1 ms": 1e-4, "1 ms": 1e-3, "10 ms": 1e-2, "100 ms": 1e-1}
 TIMES = (40.0, 60.0, 200.0)
-NODES = (2, 4, 8)
+NODES = {2: "2 nodes; two workers of DiLoCo: one seed", 4: "4 nodes", 8: "8 nodes or more; DiLoCo: four workers"}
 COLOURS = {"synchronous": "tab:blue", "DiLoCo": "tab:orange", "one worker": "tab:green", "AdLoCo-J": "tab:purple"}
 # A lead of less than this is drawn pale: means over one to three seeds differ by as much.
 CLEAR_LEAD = 0.03
@@ -178,8 +178,7 @@ def figure_of(plans: Sequence[Plan]) -> Figure:
     cases = [(seconds, nodes) for seconds in TIMES for nodes in NODES]
     for (seconds, nodes), axes in zip(cases, panels, strict=True):
         _draw(axes, plans, nodes, seconds)
-        more = " or more" if nodes == max(NODES) else ""
-        axes.set_title(f"{seconds:g} s, {nodes} nodes{more}", fontsize=11)
+        axes.set_title(f"{seconds:g} s, {NODES[nodes]}", fontsize=11)
     for axes in panels[-len(NODES) :]:
         axes.set_xlabel("link, bits per second")
     for axes in panels[:: len(NODES)]:

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from tests.support.blocks import COMMANDS
 from tests.support.runs import record_run
 from training_logs.showing.report import MOST_CHARACTERS, MOST_RESULTS, downstream_results, run_body
 from training_logs.showing.run_data import RunFolderError, read_run
@@ -82,10 +83,21 @@ cli_evaluate()
 """
 
 
-def test_lm_eval_evaluates_a_model_of_a_run_on_a_local_task(programs, folder, tmp_path):
+def documented_arguments(folder) -> list[str]:
+    """The arguments of lm_eval in docs/run_folder.md, for the only trainer of a run in this folder."""
+    [words] = [words for block in COMMANDS for words in block.commands(run="RUN", id="0") if words[0] == "lm_eval"]
+    return [word.replace("logs/RUN", str(folder)) for word in words[1:]]
+
+
+def test_the_documented_command_evaluates_a_model_of_a_run_on_a_local_task(programs, folder, tmp_path):
     pytest.importorskip("lm_eval")
     (tmp_path / "evaluate_locally.py").write_text(LM_EVAL)
-    command = ["run", "--model", "hf", "--model_args", f"pretrained={folder}/model_weights/trainer_0"]
-    command += ["--include_path", "examples/lm_eval", "--tasks", "python_phrases", "--device", "cpu"]
-    programs.run(tmp_path / "evaluate_locally.py", *command, "--output_path", folder / "evaluation")
+    programs.run(tmp_path / "evaluate_locally.py", *documented_arguments(folder))
     assert "python_phrases, acc" in downstream_results(folder)
+
+
+def test_the_documented_command_names_the_folders_of_a_run(folder):
+    arguments = documented_arguments(folder)
+    assert (folder / "model_weights" / "trainer_0").is_dir()
+    assert arguments[arguments.index("--model_args") + 1] == f"pretrained={folder}/model_weights/trainer_0"
+    assert arguments[arguments.index("--output_path") + 1] == f"{folder}/evaluation"

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
 
+import yaml
 from packaging.requirements import Requirement
 
 from fabrics.config_checks import CHECKS
@@ -30,6 +31,8 @@ _FENCE = re.compile(
 _MARK = re.compile(r"<!-- parsed in tests, not run: (?P<why>[^>]+) -->\n+ *$")
 # Their overrides are keys of a run's configuration.
 _TAKES_KEYS = ("run.py", "benchmarks/performance/throughput.py", "tests/integration/test_c4_dataset.py")
+# Those of `lm_eval run` 0.4.13 that the pages use; the test of an evaluation runs them.
+_LM_EVAL_OPTIONS = {"--model", "--model_args", "--include_path", "--tasks", "--device", "--output_path"}
 
 
 @dataclass(frozen=True)
@@ -118,6 +121,23 @@ def options_of(words: list[str]) -> argparse.Namespace | None:
     raise AssertionError(f"{program} ends before it reads its arguments")
 
 
+def _check_lm_eval(words: list[str]) -> None:
+    """Options and tasks are known; where lm_eval is installed its own parser reads the command too."""
+    assert words[1] == "run"
+    options = dict(zip(words[2::2], words[3::2], strict=True))
+    assert options.keys() == _LM_EVAL_OPTIONS
+    tasks = {
+        yaml.safe_load(path.read_text(encoding="utf-8"))["task"]
+        for path in (ROOT / options["--include_path"]).glob("*.yaml")
+    }
+    assert options["--tasks"] in tasks
+    if importlib.util.find_spec("lm_eval"):
+        from lm_eval._cli import HarnessCLI
+
+        with mock.patch.object(sys, "argv", words):
+            HarnessCLI().parse_args()
+
+
 def check(words: Iterable[str]) -> None:
     """Files exist, options and configuration keys are known.
 
@@ -127,8 +147,10 @@ def check(words: Iterable[str]) -> None:
     words = list(words)
     if words[0] == "make":
         command("make", "-n", *words[1:], cwd=ROOT, check=True)
-    elif words[:2] == ["git", "clone"] or words[0] in ("cd", "clearml-init", "lm_eval"):
+    elif words[:2] == ["git", "clone"] or words[0] in ("cd", "clearml-init"):
         return  # other programs
+    elif words[0] == "lm_eval":
+        _check_lm_eval(words)
     elif words[:3] == ["pip", "install", "-r"]:
         for line in (ROOT / words[3]).read_text(encoding="utf-8").splitlines():
             requirement = line.partition("#")[0].strip()

@@ -4,7 +4,7 @@ import pytest
 
 from algorithms.nodes.traffic import Link
 from benchmarks.compare.spec import ROOT
-from benchmarks.published import GRID, needed_point, scaling_laws, streaming, utilisation
+from benchmarks.published import GRID, covenant, needed_point, scaling_laws, streaming, utilisation
 
 
 def test_data_parallel_training_hides_what_the_backward_pass_has_sent():
@@ -30,6 +30,19 @@ def test_a_fragment_travels_during_the_next_step():
     assert utilisation(case, Link(1e9)) == pytest.approx(5 / (5 + 7.5 - hidden))
 
 
+def test_the_messages_of_a_real_run_by_hand():
+    """72e9 parameters, of which one in 64 has 12 bits of position and 2 of value; 1200 s of computing."""
+    one, received, sent = covenant()
+    gbit = 72 / 64 * (12 + 2)
+    assert (one["Gbit"], received["Gbit"]) == pytest.approx((gbit, 19 * gbit))
+    assert one["this clock"] == pytest.approx(100 * 1200 / (1200 + gbit / 0.110), abs=0.01)
+    assert received["this clock"] == pytest.approx(100 * 1200 / (1200 + 19 * gbit / 0.500), abs=0.01)
+    assert sent["this clock"] == pytest.approx(100 * 1200 / (1200 + 19 * gbit / 0.110), abs=0.01)
+    # As the page says, none is within two points of the published 94.5%, and the published 70 s need a faster link.
+    assert max(row["this clock"] for row in (one, received, sent)) < 94.5 - 2
+    assert gbit / 70 == pytest.approx(0.225)
+
+
 def test_the_page_has_the_tables_that_the_command_prints(programs, tmp_path):
     page = (ROOT / "docs" / "results" / "published.md").read_text(encoding="utf-8")
     printed = programs.run("benchmarks/published.py", "--json", tmp_path / "tables.json").stdout
@@ -40,4 +53,4 @@ def test_the_page_has_the_tables_that_the_command_prints(programs, tmp_path):
     off = [step for row in compared for step in row["grid steps"] if abs(step) > 1]
     assert len(off) == 2  # the page explains them
     for row in tables["real_runs"]:
-        assert row["this clock"] == pytest.approx(row["published"], abs=2)
+        assert row["this clock"] == pytest.approx(row["published"], abs=0.05)

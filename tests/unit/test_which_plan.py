@@ -7,7 +7,9 @@ import numpy as np
 import pytest
 
 from algorithms.nodes.traffic import Link
-from algorithms.schedule.controller import RoundPlan, example_value
+from algorithms.schedule import controller
+from algorithms.schedule.controller import NOISE_SCALE, RoundPlan, example_value
+from benchmarks.compare.accounting import gradient_bytes
 from benchmarks.compare.plan import Situation, kind_of, main
 from benchmarks.compare.which_method import LATENCIES, NODES, RATES, TIMES, all_plans, open_plans
 from fabrics.config_checks import CHECKS
@@ -49,17 +51,40 @@ def test_numbers_without_a_plan_are_refused(capsys):
         assert f"{option}: must be positive and finite, got {value}" in capsys.readouterr().err
 
 
-def test_the_formula_predicts_the_recorded_plans():
+def errors_of_the_formula(noise_scale: float) -> np.ndarray:
     """The logarithm of the perplexity is a parabola in that of the examples times their value, fitted to the plans."""
     plans = [plan for plan in all_plans() if plan.family == "DiLoCo" or plan.workers == 1]
     log_perplexity = np.log([plan.perplexity for plan in plans])
     rounds = [plan.steps / plan.exchanges if plan.exchanges else 0.0 for plan in plans]
-    values = [example_value(plan.batch, plan.workers, steps) for plan, steps in zip(plans, rounds, strict=True)]
+    values = [
+        example_value(plan.batch, plan.workers, steps, noise_scale) for plan, steps in zip(plans, rounds, strict=True)
+    ]
     amounts = np.log([plan.batch * plan.steps for plan in plans]) + np.log(values)
-    errors = np.expm1(np.polynomial.Polynomial.fit(amounts, log_perplexity, 2)(amounts) - log_perplexity)
+    return np.expm1(np.polynomial.Polynomial.fit(amounts, log_perplexity, 2)(amounts) - log_perplexity)
+
+
+def test_the_formula_predicts_the_recorded_plans():
+    errors = errors_of_the_formula(NOISE_SCALE)
     assert len(errors) == 27
     assert np.sqrt(np.mean(errors**2)) < 0.016
     assert np.abs(errors).max() < 0.034
+
+
+@pytest.mark.parametrize(("noise_scale", "percent"), [(100, 2.5), (248, 1.5), (400, 1.4), (1000, 1.4), (1e12, 1.5)])
+def test_the_recorded_plans_give_the_noise_scale_no_upper_bound(noise_scale, percent):
+    assert 100 * np.sqrt(np.mean(errors_of_the_formula(noise_scale) ** 2)) == pytest.approx(percent, abs=0.05)
+
+
+@pytest.mark.parametrize(("noise_scale", "batch", "inner_steps"), [(248, 64, 48), (1000, 252, 14)])
+def test_the_noise_scale_decides_the_plan_on_a_slow_link(noise_scale, batch, inner_steps):
+    link = Link.parse("10Mb/s,1ms")
+    exchanges = [0.0, *(link.seconds(gradient_bytes(workers, 125_248) / workers) for workers in (2, 3, 4))]
+    situation = controller.Situation(
+        speeds=(350.0,) * 4, exchange_seconds=tuple(exchanges), joining_seconds=0.0, seconds_left=80.0,
+        longest_round=80.0 / controller.LEAST_ROUNDS, noise_scale=noise_scale, smallest_batch=16, smallest_share=16,
+        largest_batch=256, free_steps=30, synchronous=False,
+    )  # fmt: skip
+    assert controller.next_plan(situation) == RoundPlan(4, batch, inner_steps)
 
 
 def test_the_formula_picks_a_recorded_plan_near_the_best_on_every_link_of_the_map():
