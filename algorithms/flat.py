@@ -96,12 +96,16 @@ def random_positions(size: int, count: int, generator: torch.Generator) -> torch
 _CHUNK = {"cpu": 2**20, "cuda": 2**22}
 
 
+def _chunk_of(tensor: torch.Tensor) -> int:
+    return _CHUNK.get(tensor.device.type, _CHUNK["cpu"])
+
+
 def inner_product(a: torch.Tensor, b: torch.Tensor, chunk: int | None = None) -> torch.Tensor:
     """Return <a, b>, summed in float64, so that differences of such sums cancel to float32's last digits only.
 
     By chunks: no copy of model size is made, and no vector is too long for torch.dot, which takes 2^31 - 1 elements.
     """
-    size = chunk or _CHUNK[a.device.type]
+    size = chunk or _chunk_of(a)
     parts = zip(a.split(size), b.split(size), strict=True)
     return torch.stack([x.double().dot(y.double()) for x, y in parts]).sum()
 
@@ -122,7 +126,7 @@ def sketch(vector: torch.Tensor, seed: int, size: int = SKETCH_SIZE, rows: int =
     if before := first % size:
         vector = torch.nn.functional.pad(vector, (before, 0))
     found = torch.zeros(rows, size, dtype=torch.float64, device=vector.device)
-    chunk = max(_CHUNK[vector.device.type] // size, 1) * size
+    chunk = max(_chunk_of(vector) // size, 1) * size
     for start in range(0, len(vector), chunk):
         part = vector[start : start + chunk]
         place = torch.arange(start, start + len(part), dtype=torch.int64, device=vector.device)

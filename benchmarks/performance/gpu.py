@@ -280,9 +280,8 @@ def with_section(page: str, text: str) -> str:
     return f"{before}{BEGIN}\n{text}\n{END}{rest.partition(END)[2]}"
 
 
-def _holds(part: Mapping, program: str) -> bool:
-    """Return whether a part was measured, without a problem, with the present program."""
-    return part.get("program") == program and "problem" not in part and not part.get("status")
+def _succeeded(part: Mapping | None) -> bool:
+    return part is not None and "problem" not in part and not part.get("status")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -306,9 +305,14 @@ def main(arguments: list[str] | None = None) -> int:
         everything.append(results)
     parts = results["parts"]
     program = program_digest()
-    for name in options.parts or [name for name in PARTS if not _holds(parts.get(name, {}), program)]:
+    failed = [name for name in PARTS if not _succeeded(parts.get(name))]
+    outdated = [name for name in PARTS if name not in failed and parts[name].get("program") != program]
+    for name in options.parts or failed + outdated:
         found = measured(name, min(PARTS[name][1], TOTAL_SECONDS - (time.monotonic() - started)))
         found["program"] = program
+        if _succeeded(parts.get(name)) and not _succeeded(found):
+            print(f"{name}: {found.get('problem', 'failed')}; the earlier result stays", flush=True)
+            continue
         print(f"{name}: {json.dumps(found)}", flush=True)
         parts[name] = found
         write_json_atomically(RESULTS, everything)  # an interruption loses one part

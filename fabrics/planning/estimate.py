@@ -48,6 +48,8 @@ _LOGITS = 3
 ACTIVATIONS = "activations and logits"
 # The first advice for a device that is too small; with memory: auto it has been taken.
 MEMORY_ADVICE = "memory: auto"
+# Begins the refusal of a run whose state does not fit there.
+HOST_MEMORY = "host memory: "
 
 
 @dataclass(frozen=True)
@@ -429,7 +431,7 @@ def estimate(config: Config, resources: Resources | None = None) -> Estimate:
         raise ConfigError(_too_large(config, memory, micro_batch, room))
     if resources.host_memory is not None and host_bytes > resources.host_memory:
         raise ConfigError(
-            f"host memory: state of a device takes {byte_size(host_bytes)}, and the host has "
+            f"{HOST_MEMORY}state of a device takes {byte_size(host_bytes)}, and the host has "
             f"{byte_size(resources.host_memory)} for each device"
         )
     batches = [min(run.known_batches())]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from fabrics.config_checks import CHECKS
-from fabrics.planning.estimate import MEMORY_ADVICE, Resources, estimate
+from fabrics.planning.estimate import HOST_MEMORY, MEMORY_ADVICE, Resources, estimate
 from fabrics.pool.max_batch import device_memory
 from utils.config.schema import Config, ConfigError
 from utils.distributed.processes import Processes
@@ -68,13 +68,16 @@ def resources_of(config: Config, processes: Processes) -> Resources:
     memory = min(size - used if on_gpus else size for size, used in sizes)
     if not on_gpus:  # the processes of a node share the memory of their host
         memory //= config.devices_per_node
-    host, used = device_memory(torch.device("cpu"))
+    host_memory = None
+    if on_gpus:
+        host, used = device_memory(torch.device("cpu"))
+        host_memory = min(processes.gather((host - used) // processes.devices_here))
     sharing = max(processes.sharing(node) for node in range(len(processes.devices)))
     return Resources(
         devices=len(processes.devices) // config.nodes_per_gpu * config.devices_per_node,
         memory=min(processes.gather(memory)),
         processes=sharing,
-        host_memory=min(processes.gather((host - used) // processes.devices_here)),
+        host_memory=host_memory,
     )
 
 
@@ -103,7 +106,8 @@ def with_chosen_memory(config: Config, resources: Resources, on_gpus: bool) -> t
         if not too_large:  # the configuration itself is refused
             raise ConfigError(refusals[0])
         others = too_large[-1].replace(f"{MEMORY_ADVICE}, ", "")
-        raise ConfigError(f"memory: nothing that auto may turn on makes the run fit; {others}")
+        of_host = "".join(f"; {refusal}" for refusal in refusals[-1:] if refusal.startswith(HOST_MEMORY))
+        raise ConfigError(f"memory: nothing that auto may turn on makes the run fit; {others}{of_host}")
     step_examples = -(-config.INITIAL_BATCH_SIZE // found.ranges["workers"][0])
     round_tokens = step_examples * config.sequence_length * config.number_of_inner_steps_between_outers
     chosen = cheapest(tuple(options), config.sequence_length, round_tokens)

@@ -61,6 +61,12 @@ def test_parts_are_recorded_one_by_one_and_made_again_if_they_failed(monkeypatch
     measured.clear()
     assert gpu.main([]) == 0
     assert measured == list(gpu.PARTS)
+    monkeypatch.setattr(gpu, "program_digest", lambda: "third")
+    monkeypatch.setattr(gpu, "measured", lambda name, limit: {"problem": "no time was left"})
+    before = gpu.recorded()
+    assert gpu.main([]) == 0
+    assert gpu.recorded() == before
+    monkeypatch.setattr(gpu, "measured", lambda name, limit: {})
     monkeypatch.setattr(gpu.torch.cuda, "get_device_name", lambda device: "another")
     assert gpu.main(["--parts", "compiled"]) == 0
     assert [set(entry["parts"]) for entry in gpu.recorded()] == [set(gpu.PARTS), {"compiled"}]

@@ -106,7 +106,7 @@ def test_state_goes_to_host_memory_only_where_the_host_has_room():
             config, _ = with_chosen_memory(auto, resources, on_gpus=True)
             assert config.offload_outer_state is chosen
         else:
-            with pytest.raises(ConfigError, match="memory: nothing that auto may turn on makes the run fit"):
+            with pytest.raises(ConfigError, match=r"memory: nothing that auto .*; host memory: state of a"):
                 with_chosen_memory(auto, resources, on_gpus=True)
 
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from utils.distributed import peers, stall
-from utils.distributed.peers import PeerWatch
+from utils.distributed.peers import WRONG_CONFIG, PeerWatch
 from utils.distributed.signals import STOPPED_IN_ROUND
 from utils.distributed.stall import StallWatch
 
@@ -78,6 +78,7 @@ class EndedPeer:
         (1, IN_ROUND, STOPPED_IN_ROUND, 0),
         (0, IN_ROUND, "ValueError: of its own", 1),
         (0, (b"between rounds", b"closed"), "ValueError: of its own", 1),
+        (0, (b"between rounds", b"closed"), f"{WRONG_CONFIG}max_batch_size: none fits", 2),
     ],
 )
 def test_a_process_that_waits_for_one_that_has_ended_ends_with_its_reason(
@@ -85,7 +86,8 @@ def test_a_process_that_waits_for_one_that_has_ended_ends_with_its_reason(
 ):
     statuses = queue.Queue()
     monkeypatch.setattr(stall, "INTERVAL_SECONDS", 0.01)
-    monkeypatch.setattr(stall, "ENDED_SECONDS", 0.05)
+    for name in ("ENDED_SECONDS", "STOPPED_SECONDS", "GRACE_SECONDS"):
+        monkeypatch.setattr(stall, name, 0.05)
     monkeypatch.setattr(stall, "SPEAKING_SECONDS", 0.0)
     monkeypatch.setattr(peers, "os", SimpleNamespace(_exit=statuses.put))
     reason = f"rank {1 - rank} ended: {why}"
@@ -100,7 +102,38 @@ def test_a_process_that_waits_for_one_that_has_ended_ends_with_its_reason(
     finally:
         watch.close()
     assert reasons[0] == (rank, reason)
-    assert f"error: {reason}; --resume continues" in capsys.readouterr().err
+    advice = "" if status == 2 else "; --resume continues from the last checkpoint"
+    assert f"error: {reason}{advice}\n" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "waits_for_ever", "short"),
+    [
+        (
+            (b"between rounds", b"closed"),
+            False,
+            {"STOPPED_SECONDS": 0.05, "ENDED_SECONDS": 0.05, "GRACE_SECONDS": 0.05},
+        ),
+        ((b"between rounds", b"closed"), True, {"STOPPED_SECONDS": 0.05, "ENDED_SECONDS": 0.05}),
+        (IN_ROUND, True, {"STOPPED_SECONDS": 0.05}),
+    ],
+)
+def test_a_process_may_work_on_between_rounds_after_another_has_ended(words, waits_for_ever, short, monkeypatch):
+    """Over gloo as long as it likes, over nccl for GRACE_SECONDS; in a round for ENDED_SECONDS."""
+    statuses = queue.Queue()
+    monkeypatch.setattr(stall, "INTERVAL_SECONDS", 0.01)
+    for name in short:
+        monkeypatch.setattr(stall, name, 0.05)
+    monkeypatch.setattr(peers, "os", SimpleNamespace(_exit=statuses.put))
+    others = PeerWatch()
+    monkeypatch.setattr(others, "left_reason", lambda: "rank 1 ended: ValueError: of its own")
+    watch = StallWatch(0, 2, EndedPeer(words), others)
+    watch.waits_for_ever = waits_for_ever
+    try:
+        with pytest.raises(queue.Empty):
+            statuses.get(timeout=0.5)
+    finally:
+        watch.close()
 
 
 def test_a_first_round_without_progress_ends_as_well(monkeypatch, capsys):

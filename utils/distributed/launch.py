@@ -97,6 +97,9 @@ class Launch:
             "LOCAL_WORLD_SIZE": str(count),
             "GROUP_RANK": "0",
         }
+        # Every process compiles: torch.compile would start processes for all cores, at most 32, in each.
+        compilers = str(max(1, min(32, cores() // count)))
+        shared["TORCHINDUCTOR_COMPILE_THREADS"] = os.environ.get("TORCHINDUCTOR_COMPILE_THREADS", compilers)
         if Path("/sys/class/net/lo").exists():
             shared["GLOO_SOCKET_IFNAME"] = "lo"  # the host's name may resolve to another interface
             shared["NCCL_SOCKET_IFNAME"] = os.environ.get("NCCL_SOCKET_IFNAME", "lo")

@@ -98,7 +98,8 @@ class PeerWatch:
             finishing.start()
             finishing.join(_FINISHING_SECONDS)
         elif speaks:
-            print(f"error: {reason}; --resume continues from the last checkpoint", file=sys.stderr, flush=True)
+            advice = "" if WRONG_CONFIG in reason else "; --resume continues from the last checkpoint"
+            print(f"error: {reason}{advice}", file=sys.stderr, flush=True)
         for child in self._children.values():
             child.kill()
         os._exit(status)

@@ -36,7 +36,7 @@ from utils.distributed.devices import (
     shard_group_sites,
     share_out,
 )
-from utils.distributed.launch import STARTED_BY, Launch, cores, hide_gpus
+from utils.distributed.launch import STARTED_BY, Launch, hide_gpus
 from utils.distributed.peers import PeerWatch
 from utils.distributed.reductions import Transport, Workers
 from utils.distributed.shard_groups import ShardGroup
@@ -350,8 +350,6 @@ def meet(launch: Launch | None = None) -> Processes:
     rank = Rank.from_environment()
     if rank is None:
         return Processes()
-    # Every process compiles; torch.compile would start threads for all cores in each.
-    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(max(1, cores() // rank.local_count)))
     host = os.environ["MASTER_ADDR"]
     port = int(os.environ["MASTER_PORT"])
     agents_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"

@@ -4,8 +4,8 @@ A dead process is noticed at once (`utils.distributed.peers`), a hung one is not
 limit of collectives ends such a run late, and does not name the place. Here a thread of every process publishes the
 process's progress and looks at that of all others. The limit adapts to the run, and a process that works between
 rounds, for instance on a checkpoint, counts as progress. The first round compiles, and has a longer limit. Once a
-process has ended by itself, no progress for a short time is enough: on GPUs the others would wait for it, also between
-rounds.
+process has ended by itself, no progress for a short time is enough: on GPUs the others would wait for it. Between
+rounds they may also work, so that they get more time.
 
 A machine that vanishes without closing its connections publishes nothing more, in a round or between rounds. So every
 word has a number that grows while the process lives.
@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from utils.distributed.peers import PeerWatch
+from utils.distributed.peers import GRACE_SECONDS, WRONG_CONFIG, PeerWatch
 from utils.distributed.signals import STATUS_INTERRUPTED, STOPPED_IN_ROUND
 
 if TYPE_CHECKING:
@@ -32,9 +32,10 @@ INTERVAL_SECONDS = 1.0
 SHORTEST_SECONDS = 120.0
 FIRST_ROUND_SECONDS = 600.0
 FIRST_ROUND_FACTOR = 3.0
-# Once a process has ended by itself, no progress for this long is enough. torchrun kills the others 30 s after a
-# signal, of which `signals.ROUND_SECONDS` may have passed.
-ENDED_SECONDS = 3.0
+# Once a process has ended by itself, no progress in a round for this long is enough, and for less if a signal asked for
+# it: torchrun kills the others 30 s after the signal, of which `signals.ROUND_SECONDS` have passed.
+ENDED_SECONDS = 10.0
+STOPPED_SECONDS = 3.0
 # The run ends if a process publishes nothing for this long.
 SILENT_SECONDS = 300.0
 FACTOR = 10.0
@@ -140,15 +141,19 @@ class StallWatch:
                 factor = FACTOR if self._rounds > 0 else FIRST_ROUND_FACTOR
                 idle = 0.0
             before = positions
-            waited = still if self.waits_for_ever else idle
-            left_reason = self._peers.left_reason() if waited > ENDED_SECONDS else None
-            if left_reason is not None:
+            left_reason = self._peers.left_reason() if still > STOPPED_SECONDS else None
+            if left_reason is not None and self._waited_enough(left_reason, idle, still):
                 self._end(left_reason)
             elif idle > max(SHORTEST_SECONDS if self._rounds > 0 else FIRST_ROUND_SECONDS, limit):
                 places = "; ".join(f"rank {rank} is {where.split('|')[0]}" for rank, where in enumerate(positions))
                 self._end(f"no process has made progress for {idle:.0f} s: {places}")
         with contextlib.suppress(RuntimeError):
             self._store.set(self._keys[self._rank], _CLOSED)
+
+    def _waited_enough(self, reason: str, idle: float, still: float) -> bool:
+        if idle > (STOPPED_SECONDS if reason.endswith(STOPPED_IN_ROUND) else ENDED_SECONDS):
+            return True
+        return self.waits_for_ever and still > GRACE_SECONDS
 
     def _watch_store(self) -> None:
         """End this process if `_watch` waits for the store; nothing here may wait for it as well."""
@@ -171,5 +176,9 @@ class StallWatch:
                 time.sleep(SPEAKING_SECONDS)
                 speaks = self._store.add("the first process speaks", 0) == 0 and self._store.add("spoken", 1) == 1
         self._peers.tell(self._rank, reason)
-        interrupted = STATUS_INTERRUPTED if self._rank == 0 else 0
-        self._peers.end(reason, interrupted if reason.endswith(STOPPED_IN_ROUND) else 1, speaks)
+        status = 1
+        if reason.endswith(STOPPED_IN_ROUND):
+            status = STATUS_INTERRUPTED if self._rank == 0 else 0
+        elif WRONG_CONFIG in reason:
+            status = 2
+        self._peers.end(reason, status, speaks)
