@@ -65,12 +65,12 @@ def errors_of_the_formula(noise_scale: float) -> np.ndarray:
 
 def test_the_formula_predicts_the_recorded_plans():
     errors = errors_of_the_formula(NOISE_SCALE)
-    assert len(errors) == 27
+    assert len(errors) == 30
     assert np.sqrt(np.mean(errors**2)) < 0.016
-    assert np.abs(errors).max() < 0.034
+    assert np.abs(errors).max() < 0.037
 
 
-@pytest.mark.parametrize(("noise_scale", "percent"), [(100, 2.5), (248, 1.5), (400, 1.4), (1000, 1.4), (1e12, 1.5)])
+@pytest.mark.parametrize(("noise_scale", "percent"), [(100, 2.6), (248, 1.6), (400, 1.4), (1000, 1.4), (1e12, 1.5)])
 def test_the_recorded_plans_give_the_noise_scale_no_upper_bound(noise_scale, percent):
     assert 100 * np.sqrt(np.mean(errors_of_the_formula(noise_scale) ** 2)) == pytest.approx(percent, abs=0.05)
 
