@@ -139,6 +139,20 @@ def test_a_store_that_is_gone_at_the_end_of_a_round_is_a_lost_process(monkeypatc
     two.stalls.close()
 
 
+@pytest.mark.parametrize(("given", "threads"), [(None, "4"), ("7", "7")])
+def test_processes_share_the_cores_for_compiling(given, threads, monkeypatch):
+    name = "TORCHINDUCTOR_COMPILE_THREADS"
+    monkeypatch.delenv(name, raising=False)
+    if given is not None:
+        monkeypatch.setenv(name, given)
+    monkeypatch.setattr(launch, "cores", lambda: 8)
+    child = f"import os, sys; sys.exit(os.environ['{name}'] != '{threads}')"
+    with launch.Launch(2, ["-c", child]) as started:
+        assert os.environ[name] == threads
+        assert started.processes[1].wait() == 0
+    assert os.environ.get(name) == given
+
+
 def test_one_thread_writes_the_results_and_ends_the_process(monkeypatch):
     """The main thread, or the one that found it waiting; if its collective then fails, the main thread waits on."""
     statuses, reasons = [], []

@@ -7,7 +7,7 @@ from fabrics.planning import memory_choice
 from fabrics.planning.estimate import ACTIVATIONS, Resources, estimate
 from fabrics.planning.memory_choice import MemoryOption, cheapest, with_chosen_memory
 from run import train
-from tests.support.helpers import TINY_ARCHITECTURE, make_config
+from tests.support.helpers import CPU, TINY_ARCHITECTURE, LocalProcesses, make_config
 from tests.support.runs import SHORT, write_config
 from utils.config.reading import load_config
 from utils.config.schema import ConfigError
@@ -116,6 +116,12 @@ def test_processes_that_share_a_device_are_counted():
     alone, shared = (estimate(make_config(**values), Resources(1, processes=count)).memory for count in (1, 4))
     for part in ("parameters of the working model", "its gradients", ACTIVATIONS):
         assert shared[part] == 4 * alone[part]
+
+
+def test_nodes_of_one_cpu_are_one_device():
+    found = memory_choice.resources_of(make_config(nodes_per_gpu=4), LocalProcesses([CPU], 4))
+    assert (found.devices, found.processes, found.host_memory) == (1, 1, None)
+    assert LocalProcesses([CPU], 4).devices_here == 1
 
 
 @pytest.mark.usefixtures("programs")

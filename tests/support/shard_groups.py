@@ -361,6 +361,7 @@ def scenarios(folder: Path) -> None:
         found = {}
         for nodes in (2, 4):
             processes.place([CPU], nodes, True, size)
+            processes.shard_group.meet_all()  # as on GPUs, where nothing may have been gathered before
             for name in (name for name in names if nodes_of(name) == nodes):
                 models = folder / "models" / name if name in WRITTEN else None
                 found[name] = run_scenario(name, processes, folder=models)
