@@ -63,7 +63,7 @@ def carry_out(path: Path, runner: Runner | None, folder: Path) -> dict[str, Any]
     if runner is not None and spec.samples:
         make_samples.main(ROOT / ".cache" / "samples", spec.samples)
     known = recorded_outcomes(raw, spec)
-    runs = [make_run(spec, method, seed) for method in spec.methods for seed in spec.seeds]
+    runs = spec.runs()
     missing = [run for run in runs if run.id not in known]
     if missing:
         if runner is None:

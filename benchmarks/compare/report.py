@@ -79,6 +79,10 @@ def _sizes(results: Results) -> str:
     return " to ".join(dict.fromkeys((_millions(min(sizes)), _millions(max(sizes)))))
 
 
+def _seed_counts(results: Results) -> str:
+    return " to ".join(map(str, results.seed_counts))
+
+
 def heading(results: Results) -> str:
     comparison = results.raw["comparison"]
     first = next(run for runs in results.runs.values() for run in runs)
@@ -87,7 +91,7 @@ def heading(results: Results) -> str:
         comparison["corpus"] or comparison["common"].get("dataset") or f"dataset of {comparison['base']}",
         f"{_sizes(results)} parameters",
         f"{' to '.join(map(_millions, tokens))} tokens",
-        f"{len(results.seeds)} seeds" if len(results.seeds) > 1 else "one seed",
+        "one seed" if results.seed_counts == [1] else f"{_seed_counts(results)} seeds",
     ]
     return f"{comparison['title']} ({', '.join(setting)})"
 
@@ -196,7 +200,7 @@ def target_table(results: Results) -> str:
         used = {axis: [used_until(run, axis, goal, results.sign) for run in results.runs[name]] for axis in axes}
         reached = {axis: [between for between in found if between is not None] for axis, found in used.items()}
         cells = [_between(found, axis) if found else "-" for axis, found in reached.items()]
-        reach = f"{len(reached['tokens'])} of {len(results.seeds)}"
+        reach = f"{len(reached['tokens'])} of {len(results.seeds[name])}"
         rows.append((name, f"{reach}: {goal:.2f}" if results.several_references else reach, *cells))
     return _table(("method", "runs that reach it", *axes.values()), rows)
 
@@ -212,6 +216,9 @@ def _settings(results: Results) -> str:
     comparison = results.raw["comparison"]
     values = {key: comparison[key] for key in ("base", "seeds", "common", "hardware", "networks")}
     values["methods"] = {method["name"]: method["overrides"] for method in comparison["methods"]}
+    own_seeds = {method["name"]: method["seeds"] for method in comparison["methods"] if method.get("seeds")}
+    if own_seeds:
+        values["seeds of methods"] = own_seeds
     return f"```yaml\n{yaml.safe_dump(values, sort_keys=False, default_flow_style=None, width=150)}```"
 
 
@@ -227,8 +234,9 @@ def _origin(results: Results) -> str:
     text = [f"Made by `python benchmarks/compare/compare.py {results.raw['file']}` with commit {commits}"]
     if "+" in commits:
         text.append(" (+ marks a working tree with changes that were not committed)")
-    seeds = f"{'Seeds' if len(results.seeds) > 1 else 'Seed'} {', '.join(map(str, results.seeds))}"
-    text.append(f" on {machines}; {', '.join(sorted(versions))}. {seeds}.")
+    seeds = sorted({run["seed"] for run in outcomes})
+    text.append(f" on {machines}; {', '.join(sorted(versions))}. {'Seeds' if len(seeds) > 1 else 'Seed'} ")
+    text.append(f"{', '.join(map(str, seeds))}.")
     if any(run["completed"] and "data" not in run for run in outcomes):
         text.append(" Some outcomes were recorded without a digest of their data.")
     made: dict[str, dict[str, None]] = {}
@@ -253,7 +261,7 @@ def page(results: Results) -> str:
     compares = several or bool(results.runs[reference])
     if compares:
         published = results.raw["file"].startswith("benchmarks/comparisons/")
-        one_seed = "" if len(results.seeds) > 1 else " With one seed a verdict is only the sign of a difference."
+        one_seed = "" if results.seed_counts != [1] else " With one seed a verdict is only the sign of a difference."
         meaning = "[meaning](../comparing.md#what-the-numbers-mean)" if published else "meaning: docs/comparing.md"
         if several:
             parts += ["## Verdicts", f"Each method against its reference, at equal usage ({meaning}).{one_seed}"]
@@ -307,7 +315,7 @@ def overview(template: str, comparisons: Mapping[str, Results]) -> str:
         if kind == "page":
             comparison = results.raw["comparison"]
             link = f"[{comparison['title']}](results/{name}.md)"
-            return f"{link} | {comparison['corpus']} | {len(results.seeds)} | {_sizes(results)}"
+            return f"{link} | {comparison['corpus']} | {_seed_counts(results)} | {_sizes(results)}"
         more = f"[Verdicts, tables and settings](results/{name}.md)."
         return f"## {heading(results)}\n\n{caption(results)} {more}\n\n![Ends](results/{name}_ends.png)"
 

@@ -87,9 +87,17 @@ class Results:
     def methods(self) -> list[str]:
         return [method["name"] for method in self.raw["comparison"]["methods"]]
 
+    @cached_property
+    def seeds(self) -> dict[str, list[int]]:
+        """The seeds of every method."""
+        comparison = self.raw["comparison"]
+        return {method["name"]: method.get("seeds") or comparison["seeds"] for method in comparison["methods"]}
+
     @property
-    def seeds(self) -> list[int]:
-        return self.raw["comparison"]["seeds"]
+    def seed_counts(self) -> list[int]:
+        """How many seeds methods have: one number if all have as many, else the fewest and the most."""
+        counts = sorted({len(seeds) for seeds in self.seeds.values()})
+        return counts if len(counts) == 1 else [counts[0], counts[-1]]
 
     @property
     def reference(self) -> str:
@@ -121,7 +129,7 @@ class Results:
         """The completed runs of every method, one per seed."""
         found: dict[str, list[Mapping[str, Any]]] = {name: [] for name in self.methods}
         for run in self.raw["outcomes"]:
-            if run["completed"] and run["seed"] in self.seeds and run["method"] in found:
+            if run["completed"] and run["seed"] in self.seeds.get(run["method"], ()):
                 found[run["method"]].append(run)
         return found
 
@@ -139,8 +147,9 @@ class Results:
 
     def stopped(self, method: str) -> str:
         """Return in words how many seeds of a method diverged or failed; empty if none did."""
-        count = len(self.seeds) - len(self.runs[method])
-        return f"{count} of {len(self.seeds)} seeds stopped" if count else ""
+        total = len(self.seeds[method])
+        count = total - len(self.runs[method])
+        return f"{count} of {total} seeds stopped" if count else ""
 
     def labelled(self, method: str) -> str:
         stopped = self.stopped(method)
@@ -153,12 +162,16 @@ class Results:
         return [run["curves"][axis][-1] for run in self.runs[method]]
 
     def difference(self, method: str) -> Difference | None:
-        """Return the difference from the method's reference; None if a seed of either stopped or had other data."""
+        """Return the difference from the method's reference over the seeds of both.
+
+        None if a seed of either stopped or had other data, or if they have no seed in common.
+        """
         reference = self.references[method]
         if self.stopped(method) or self.stopped(reference):
             return None
         theirs = {run["seed"]: run for run in self.runs[reference]}
-        if not all(same_data(run, theirs[run["seed"]]) for run in self.runs[method]):
+        pairs = [(run, theirs[run["seed"]]) for run in self.runs[method] if run["seed"] in theirs]
+        if not pairs or not all(same_data(run, other) for run, other in pairs):
             return None
         return paired_difference(self.finals(method), self.finals(reference), self.sign > 0)
 

@@ -37,6 +37,7 @@ class MethodSpec(Part):
     name: str
     overrides: dict[str, Any] = Field({})
     reference: str | None = None
+    seeds: list[int] | None = Field(None, min_length=1)
 
 
 class ComparisonSpec(Part):
@@ -58,6 +59,10 @@ class ComparisonSpec(Part):
 
     def method(self, name: str) -> MethodSpec:
         return next(method for method in self.methods if method.name == name)
+
+    def runs(self) -> "list[Run]":
+        """Return all runs, method by method."""
+        return [make_run(self, method, seed) for method in self.methods for seed in method.seeds or self.seeds]
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,6 +120,7 @@ def load_spec(path: Path) -> ComparisonSpec:
     names = [method.name for method in spec.methods]
     given = {"methods": names, "seeds": spec.seeds}
     given |= {key: [entry.name for entry in getattr(spec, key)] for key in ("hardware", "networks")}
+    given |= {f"{method.name}: seeds": method.seeds for method in spec.methods if method.seeds}
     problems = [
         f"{key}: {value!r} is there twice"
         for key, values in given.items()

@@ -49,6 +49,7 @@ def test_documented_example_is_a_valid_comparison(tmp_path):
         ({"methods": [{"name": "AdLoCo", "overrides": {"ETTA": 1}}]}, "AdLoCo: ETTA: unknown key"),
         ({"methods": [{"name": "AdLoCo"}, {"name": "AdLoCo"}]}, "methods: 'AdLoCo' is there twice"),
         ({"seeds": [1, 2, 1]}, "seeds: 1 is there twice"),
+        ({"methods": [{"name": "AdLoCo", "seeds": [3, 3]}]}, "AdLoCo: seeds: 3 is there twice"),
         (
             {"methods": [{"name": "AdLoCo", "overides": {}}]},
             "methods[0].overides: unknown key; did you mean overrides?",

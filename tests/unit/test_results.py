@@ -168,6 +168,22 @@ def test_stopped_seed_takes_away_the_verdict():
     assert results.difference("c") is None
 
 
+def test_a_method_may_have_seeds_of_its_own():
+    results = made_results()
+    results.raw["comparison"]["seeds"] = [2, 3]
+    results.raw["comparison"]["methods"][1]["seeds"] = [1, 2]
+    results.raw["comparison"]["methods"][2]["seeds"] = [1, 2, 3]
+    results.raw["comparison"]["methods"][3]["seeds"] = [1]
+    assert results.finals("b") == pytest.approx({1: 23.1, 2: 19.8})
+    assert results.difference("b").mean == pytest.approx(-10.0)  # over seed 2 alone
+    assert results.difference("d") is None  # no seed in common
+    text = page(results)
+    assert text.startswith("# Made (letters, 1.2M parameters, 0.0001M to 0.0004M tokens, 1 to 3 seeds)\n")
+    assert "| c | 3 of 3 |" not in text
+    assert "| a | 2 of 2 |" in text
+    assert "Seeds 1, 2, 3." in text
+
+
 def test_a_method_may_have_a_reference_of_its_own():
     results = made_results()
     results.raw["comparison"]["methods"][3]["reference"] = "c"
