@@ -152,10 +152,10 @@ def main(arguments: list[str] | None = None) -> int:
         check_packages([options.tracker])
         mode = resolved_mode(options.mode) if options.tracker == "clearml" else "offline"
         tracker = tracker_of(options.tracker, options.run, mode, options.new)
-        if (options.run / ANALYSIS_SUMMARY).exists():
-            send_analysis(options.run, tracker)
+        if (options.run / "config.yaml").exists() or not (options.run / ANALYSIS_SUMMARY).exists():
+            send_run(options.run, tracker, options.follow)  # the folder of a run may also receive an analysis
         else:
-            send_run(options.run, tracker, options.follow)
+            send_analysis(options.run, tracker)
     except (ConfigError, RunFolderError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

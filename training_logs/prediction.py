@@ -177,6 +177,9 @@ def _lawless(run: RunData) -> str | None:
         return "eta changes over the run (ETA_at_end)"
     if config["sampling_method"] != "none" and config.get("learning_rate_schedule") == "warmup_stable_decay":
         return "the batch stops growing when the learning rate decays (warmup_stable_decay)"
+    tested = config["sampling_method"] != "none" and config.get("switch_mode") != "only_data_loader"
+    if tested and len(run.rounds) and (run.rounds["effective_batch"] < run.rounds["requested_batch"]).any():
+        return "requests run only in part until workers accumulate (switch_mode), so the batch stays and then jumps"
     for (step, _), rows in run.nodes.items():
         if step in run.by_round and (rows["inner_steps"] < run.by_round[step]["inner_steps"][0]).any():
             return "workers make fewer inner steps than their rounds have"

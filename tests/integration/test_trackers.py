@@ -266,11 +266,12 @@ def test_a_foreign_folder_uploads_no_file_outside_itself(folder, tmp_path):
 
 @pytest.mark.parametrize("name", ["tensorboard", "wandb"])
 def test_a_tracker_holds_the_round_log_value_by_value(programs, folder, tmp_path, name, monkeypatch):
-    """Also if the run is sent again: then once."""
+    """Also if the run is sent again, then once, and if its folder has received a gradient analysis."""
     pytest.importorskip(PACKAGES[name])
     monkeypatch.setenv("WANDB_MODE", "offline")
     run = read_run(folder)
     copy = shutil.copytree(folder, tmp_path / "run")
+    (copy / log_processor.ANALYSIS_SUMMARY).write_text('{"config": {}}')
     for _ in range(2):
         programs.run("-m", "training_logs.log_processor", copy, "--tracker", name)
     found = getattr(tracked, name)(copy / name)

@@ -109,8 +109,18 @@ def test_nodes_that_replace_others_receive_their_state_side_by_side():
     assert simulated_seconds(made_run(rows, workers=workers), DEVICE, NETWORK) == pytest.approx(expected)
 
 
+UNEQUAL = {"node_speeds": [2.0, 2.0, 1.0, 0.5]}
+
+
 @pytest.mark.parametrize(
-    "values", [{"participants": 0.5}, {"number_of_initial_trainers": 3, "merge_frequency": 2}], ids=["half", "merges"]
+    "values",
+    [
+        {"participants": 0.5},
+        {"number_of_initial_trainers": 3, "merge_frequency": 2},
+        UNEQUAL | {"distributed_algo": "DelayedNesterov", "synchronisation": {"steps": 3}},
+        UNEQUAL | {"distributed_algo": "Decoupled", "synchronisation": {"steps": 3, "quorum": 1}},
+    ],
+    ids=["half", "merges", "DelayedNesterov", "Decoupled"],
 )
 def test_simulated_time_is_that_of_the_clock_of_the_run(tmp_path, values):
     settings = {"node_speeds": [2.0] * 4, "link": "80kb/s,1s", "sampling_method": "none", "INITIAL_BATCH_SIZE": 16}

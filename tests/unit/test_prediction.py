@@ -97,7 +97,7 @@ def made_run(
         communications += int(nodes > 1) + (number == merge_after)
         rows += [
             {"outer_step": number, "trainer_id": trainer, "tokens": 10.0 * examples, "effective_batch": own,
-             "nodes": workers, "max_batch": 8, "inner_steps": steps, "examples": examples,
+             "requested_batch": own, "nodes": workers, "max_batch": 8, "inner_steps": steps, "examples": examples,
              "communications": communications}
             for trainer, own, workers in living
         ]  # fmt: skip
@@ -172,6 +172,14 @@ def test_the_past_of_a_run_is_not_predicted():
 def test_runs_that_follow_no_law_are_refused(values, why):
     with pytest.raises(NoLawError, match=why):
         fit(made_run([16 + index for index in range(20)], **values))
+
+
+def test_a_run_whose_requests_run_in_part_is_refused():
+    run = made_run([32] * 4 + [33 + index for index in range(16)])
+    fit(run)
+    run.rounds["requested_batch"][3] = 33.0
+    with pytest.raises(NoLawError, match="switch_mode"):
+        fit(run)
 
 
 def test_a_run_whose_workers_make_unequal_steps_is_refused():

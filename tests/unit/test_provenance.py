@@ -42,7 +42,13 @@ def test_a_clean_checkout_is_its_commit(checkout):
 
 
 def test_the_difference_gives_the_code_back(checkout, tmp_path):
+    (checkout / "plot.png").write_bytes(bytes(range(256)))
+    git(checkout, "add", "plot.png")
+    git(checkout, "commit", "-m", "a binary file")
     git(checkout, "clone", ".", str(tmp_path / "again"))
+    git(checkout, "config", "diff.noprefix", "true")
+    git(checkout, "config", "diff.context", "0")
+    (checkout / "plot.png").write_bytes(bytes(reversed(range(256))))
     (checkout / "run.py").write_text("print(2)\n")
     git(checkout, "add", "run.py")  # staged or not, it is not in the commit
     (checkout / "package" / "module.py").write_text("a = 1\n")
@@ -50,7 +56,7 @@ def test_the_difference_gives_the_code_back(checkout, tmp_path):
     assert (found.commit, found.changed) == (git(checkout, "rev-parse", "HEAD").strip(), True)
     (tmp_path / "changes.patch").write_bytes(found.difference)
     git(tmp_path / "again", "apply", str(tmp_path / "changes.patch"))
-    for name in ("run.py", "package/module.py"):
+    for name in ("run.py", "package/module.py", "plot.png"):
         assert (tmp_path / "again" / name).read_bytes() == (checkout / name).read_bytes(), name
 
 

@@ -57,7 +57,9 @@ def code_of(folder: Path = ROOT) -> Code:
     commit = _git(folder, "rev-parse", "--verify", "HEAD")
     if commit is None or not _git(folder, "ls-files", "--error-unmatch", "--", "run.py"):
         return Code("unknown", None)
-    difference = _git(folder, "diff", "--no-ext-diff", "--no-textconv", "--no-color", "--relative", "HEAD", "--", ".")
+    # Whatever the user's settings of git are, `git apply` must understand it.
+    form = ("--binary", "--unified=3", "--src-prefix=a/", "--dst-prefix=b/", "--no-ext-diff", "--no-textconv")
+    difference = _git(folder, "diff", *form, "--no-color", "--relative", "HEAD", "--", ".")
     untracked = _git(folder, "ls-files", "--others", "--exclude-standard", "--", "*.py")
     if difference is None or untracked is None:
         return Code(commit.decode().strip(), None)

@@ -108,6 +108,7 @@ EXCHANGE_COLUMNS = (
     "trainer_id",
     "kind",
     "through",
+    "by",
     "count",
     "sent_bytes",
     "received_bytes",
@@ -118,18 +119,19 @@ EXCHANGE_COLUMNS = (
 
 
 def exchange_rows(result: ClusterRound) -> list[dict]:
-    """Return one row of exchange_log.csv per trainer and kind of exchange."""
+    """Return one row of exchange_log.csv per trainer, kind of exchange and senders."""
     rows = []
     for report in result.reports.values():
         equal: dict[tuple, list[Event]] = {}
         for event in report.events:
-            equal.setdefault((event.kind, event.through, event.behind), []).append(event)
-        for (kind, through, behind), events in equal.items():
+            equal.setdefault((event.kind, event.through, event.by, event.behind), []).append(event)
+        for (kind, through, by, behind), events in equal.items():
             row = (
                 result.outer_step,
                 report.trainer,
                 kind,
                 through,
+                None if by is None else " ".join(map(str, by)),
                 len(events),
                 float(np.mean([event.sent for event in events])),
                 float(np.mean([event.received for event in events])),

@@ -152,8 +152,10 @@ class RunData:
             steps = np.linspace(int(row["first_step"]), int(row["last_step"]), int(row["count"])).round().astype(int)
             sent = float(row["sent_bytes"])
             received = float(row["received_bytes"])
+            senders = tuple(map(int, row["by"].split())) or None
             found.setdefault((int(row["outer_step"]), int(row["trainer_id"])), []).extend(
-                Event(row["kind"], step, sent, received, int(row["behind"]), row["through"]) for step in steps.tolist()
+                Event(row["kind"], step, sent, received, int(row["behind"]), row["through"], senders)
+                for step in steps.tolist()
             )
         return found
 
