@@ -120,18 +120,18 @@ def round_of(outer_step: int, events: tuple[Event, ...] = EVENTS) -> ClusterRoun
 
 
 def test_equal_exchanges_are_one_row_with_the_mean_of_their_bytes(tmp_path):
-    """Ten fragments of 30 and 50 bytes, a monitor, and an exchange in groups."""
+    """Ten fragments of 30 and 50 bytes, a monitor, and an exchange of two workers in groups."""
     fragments = [Event("synchronisation", step, 30.0 + step % 4 * 10, 40.0, behind=3) for step in range(2, 22, 2)]
     events = (
         *fragments,
         Event("monitor", 20, 4.0, 4.0),
-        Event("synchronisation", 20, 8.0, 16.0, through="groups of 2"),
+        Event("synchronisation", 20, 8.0, 16.0, through="groups of 2", by=(0, 2)),
     )
     rows = exchange_rows(round_of(5, events))
     assert [tuple(row.values()) for row in rows] == [
-        (5, 7, "synchronisation", "all", 10, 40.0, 40.0, 3, 2, 20),
-        (5, 7, "monitor", "all", 1, 4.0, 4.0, 0, 20, 20),
-        (5, 7, "synchronisation", "groups of 2", 1, 8.0, 16.0, 0, 20, 20),
+        (5, 7, "synchronisation", "all", None, 10, 40.0, 40.0, 3, 2, 20),
+        (5, 7, "monitor", "all", None, 1, 4.0, 4.0, 0, 20, 20),
+        (5, 7, "synchronisation", "groups of 2", "0 2", 1, 8.0, 16.0, 0, 20, 20),
     ]
     run = run_of(tmp_path, 5)
     log = CsvLog(run.report_dir / "exchange_log.csv")
