@@ -29,8 +29,8 @@ class NodePool:
                 f"node_schedule: must have at most the {count} nodes that there are (nodes_per_gpu "
                 f"{config.nodes_per_gpu} on every device), got {most:.0f}"
             )
-        # A max batch that is not given is measured later.
-        max_batch = config.max_batch_size or 1
+        self._max_batch_size = config.max_batch_size
+        max_batch = config.max_batch_size or 1  # one that is not given is measured later
         self.nodes = tuple(
             Node(number, device, max_batch, speed)
             for number, (device, speed) in enumerate(zip(devices, speeds, strict=True))
@@ -72,20 +72,25 @@ class NodePool:
         self.nodes = tuple(dataclasses.replace(node, max_batch=max_batches[node.id]) for node in self.nodes)
 
     def state_dict(self) -> dict:
-        """Return the max batches and measured speeds as JSON values."""
+        """Return the max batches, the key that began them, and measured speeds as JSON values."""
         measured = {str(node): list(map(list, rounds)) for node, rounds in self._measured.items()}
-        return {"max_batches": [node.max_batch for node in self.nodes], "measured": measured}
+        return {
+            "max_batches": [node.max_batch for node in self.nodes],
+            "max_batch_size": self._max_batch_size,
+            "measured": measured,
+        }
 
     def load_state_dict(self, state: Mapping) -> None:
         """Continue from a state of as many nodes; the state of another number of nodes is ignored.
 
-        A node keeps its own max batch where that is smaller than the saved one: its memory or `max_batch_size` is
-        smaller now. A smaller saved one is adopted, because only the same micro-batches give the same bits.
+        A node adopts a saved max batch that is smaller than its own, because only the same micro-batches give the same
+        bits. It keeps its own if that is smaller, for lack of memory, or if `max_batch_size` has changed.
         """
         saved = state["max_batches"]
         if len(saved) != len(self.nodes):
             return
-        self.set_max_batches({node.id: min(node.max_batch, saved[node.id]) for node in self.nodes})
+        if state["max_batch_size"] == self._max_batch_size:
+            self.set_max_batches({node.id: min(node.max_batch, saved[node.id]) for node in self.nodes})
         for node, rounds in state["measured"].items():
             self._measured[int(node)] = deque(map(tuple, rounds), maxlen=_MEASURED_ROUNDS)
         self._adopt_speeds()

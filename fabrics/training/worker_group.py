@@ -17,7 +17,7 @@ from fabrics.training.flat_model import FlatModel
 from fabrics.training.method_config import method_of, settling_bytes
 from fabrics.training.optimizers import inner_optimizer_of
 from fabrics.training.worker import COPY, Node, Worker, WorkerRound, local_worker, personal_tensors
-from utils.config.schema import Config
+from utils.config.schema import Config, ConfigError
 from utils.distributed.processes import Processes
 from utils.distributed.reductions import Mean, Messages, Workers
 
@@ -345,11 +345,20 @@ class WorkerGroup:
         """Return the plain state; tensors are in `shared` and in the workers."""
         return {
             "nodes": [node.id for node in self.nodes],
+            "tensors": self._tensor_names(),
             "values": self.values,
             "lost": sorted(self.to_restart),
             "resting": sorted(self._resting),
             "weights": self._weights,
         }
+
+    def _tensor_names(self) -> list[str]:
+        """Return the names of the trainer's tensors, and those of a worker's with its owner."""
+        optimizer = inner_optimizer_of(self._config)
+        own = list(personal_tensors(self._config, self.method))
+        if optimizer is not None and not self.method.capabilities.exchanges_gradients:
+            own += optimizer.state(self.first_model, "meta")
+        return [*self._shapes, *(f"{name} of a worker" for name in own)]
 
     def load_state_dict(
         self,
@@ -361,7 +370,18 @@ class WorkerGroup:
 
         New workers begin with the moments of the first healthy one. Lost state comes back as well, until nodes are
         assigned again. If there are fewer workers than before, the mean keeps what the others have learned.
+
+        Raises:
+            ConfigError: tensors that this configuration needs are missing.
         """
+        missing = [name for name in self._tensor_names() if name not in state["tensors"]]
+        if missing:
+            chosen = " (objective: time chooses it now)" if self._config.objective == "time" else ""
+            raise ConfigError(
+                f"distributed_algo, inner_optimizer, communication_dtype, message_loss: the run has no "
+                f"{', '.join(missing)}, as {self._config.distributed_algo}{chosen} needs with these keys; resume with "
+                f"the run's own values"
+            )
         self.values = dict(state["values"])
         self._resting = frozenset(state["resting"])
         self._weights = list(state["weights"])

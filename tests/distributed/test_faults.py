@@ -163,11 +163,10 @@ def test_a_node_out_of_memory_keeps_its_smaller_max_batch(monkeypatch):
     assert [node.max_batch for node in again.nodes] == [2] * 4
 
 
-def test_a_resumed_run_takes_the_smaller_max_batch_asked_for_and_leaves_a_larger_one():
-    saved = [64, 2]
-    for asked, expected in ((4, [4, 2]), (128, [64, 2])):
+def test_a_resumed_run_takes_another_max_batch_asked_for_and_keeps_a_smaller_one_otherwise():
+    for asked, expected in ((64, [64, 2]), (4, [4, 4]), (128, [128, 128])):
         pool = NodePool([CPU] * 2, make_config(max_batch_size=asked))
-        pool.load_state_dict({"max_batches": saved, "measured": {}})
+        pool.load_state_dict({"max_batches": [64, 2], "max_batch_size": 64, "measured": {}})
         assert [node.max_batch for node in pool.nodes] == expected
     cluster = light_cluster(number_of_initial_trainers=1)
     again = resumed(cluster, light_cluster(number_of_initial_trainers=1, max_batch_size=4))
@@ -177,9 +176,9 @@ def test_a_resumed_run_takes_the_smaller_max_batch_asked_for_and_leaves_a_larger
 def test_a_resumed_run_takes_a_measured_max_batch_where_less_memory_is_left():
     pool = NodePool([CPU] * 3, make_config(max_batch_size=None))
     pool.set_max_batches({0: 16, 1: 32, 2: 64})
-    pool.load_state_dict({"max_batches": [32, 32, 32], "measured": {}})
+    pool.load_state_dict({"max_batches": [32, 32, 32], "max_batch_size": None, "measured": {}})
     assert [node.max_batch for node in pool.nodes] == [16, 32, 32]
-    pool.load_state_dict({"max_batches": [1, 1], "measured": {}})  # of other nodes
+    pool.load_state_dict({"max_batches": [1, 1], "max_batch_size": None, "measured": {}})  # of other nodes
     assert [node.max_batch for node in pool.nodes] == [16, 32, 32]
 
 

@@ -25,7 +25,7 @@ from tests.support.helpers import (
 )
 from training_logs.recording.node_log import NodeLog
 from utils.checkpoint.checkpoint import newest_checkpoint
-from utils.config.schema import BUDGETS
+from utils.config.schema import BUDGETS, ConfigError
 
 pytestmark = pytest.mark.long
 
@@ -382,6 +382,13 @@ def test_a_resumed_run_makes_the_same_plans():
     resumed(half, other).train(Recorder())
     assert other.counters.simulated_seconds == whole.counters.simulated_seconds
     assert bits(other) == bits(whole)
+
+
+def test_a_resumed_run_cannot_change_to_a_method_with_other_tensors():
+    slow, fast = planned(link="1b/s"), planned(link="100Gb/s")
+    slow.run_round(Recorder())
+    with pytest.raises(ConfigError, match=r"the run has no step, .* as Synchronous \(objective: time chooses it now\)"):
+        resumed(slow, fast)
 
 
 # Budgets that cannot be kept

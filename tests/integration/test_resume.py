@@ -271,6 +271,13 @@ def test_which_changes_need_force():
     ]
 
 
+@pytest.mark.parametrize("change", ["communication_dtype=int4", "distributed_algo=Synchronous", "inner_optimizer=muon"])
+def test_what_needs_tensors_that_the_run_has_not_is_refused(whole, capsys, change):
+    assert program.main(["--resume", str(whole), change, "number_of_outer_steps=9", "--force"]) == 2
+    (error,) = error_lines(capsys)
+    assert "distributed_algo, inner_optimizer, communication_dtype, message_loss: the run has no " in error
+
+
 def test_moments_of_another_optimizer_are_refused(tmp_path, cache_dir, capsys):
     values = {"inner_optimizer": "muon", "number_of_outer_steps": 1}
     assert program.main(["--config", str(write_config(tmp_path, cache_dir, **values))]) == 0
