@@ -84,7 +84,7 @@ def main(arguments: list[str] | None = None) -> int:
         recipe = Recipe(source, options.data_sample_size, val_size, tokenizer)
         report(tokenised(options.output_dir, recipe, cache=False), options.max_length)
     except (ConfigError, DatasetError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {str(error).replace('val_size:', '--eval_size:')}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("\ninterrupted: the same command continues", file=sys.stderr)

@@ -205,6 +205,8 @@ NOT_READ_WITH: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     "single_seed": {"need_to_reinit_output_layers": (False,)},
     "project_name": {"clearml": ("off",), "trackers": (["clearml"],)},
     "link": {"time_budget": (None,), "node_speeds": (None,)},
+    "switch_multiplier": {"switch_mode": ("only_gradient_accumulation", "only_data_loader")},
+    "minimum_learning_rate_ratio": {"learning_rate_schedule": ("constant",)},
     "ETA": {"objective": ("time",)},
     "ETA_at_end": {"objective": ("time",)},
     "max_batch_growth": {"objective": ("time",)},
@@ -215,9 +217,9 @@ NOT_READ_WITH: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
 def idle_keys(config: Config) -> list[str]:
     """Return one warning for each changed key that nothing in this run reads.
 
-    Parameters of the batch test are left out: `sampling_method: none` over the demo's file turns them off on purpose. A
-    warning is not an error, as comparisons give the same keys to many methods. Synchronisation methods declare the
-    `outer_keys` that they read, inner optimizers their `keys`.
+    Parameters of the batch test and of merging are left out: `sampling_method: none` and one trainer over the demo's
+    file turn them off on purpose. A warning is not an error, as comparisons give the same keys to many methods.
+    Synchronisation methods declare the `outer_keys` that they read, inner optimizers their `keys`.
     """
     default = Config()
     return [
@@ -232,7 +234,10 @@ def _without_effect(config: Config) -> dict[str, str]:
     for key, others in NOT_READ_WITH.items():
         if all(getattr(config, other) in values for other, values in others.items()):
             reasons[key] = " and ".join(f"{other} {_shown(getattr(config, other))}" for other in others)
-    if config.tokenizer is not None or is_pretrained(config.model_config):
+    of_set = config.dataset == "c4" and config.c4_tokenized_path is not None
+    if of_set:
+        reasons["c4_language"] = "c4_tokenized_path"
+    if of_set or config.tokenizer is not None or is_pretrained(config.model_config):
         reasons["vocab_size"] = "a tokenizer that is not trained here"
     if is_pretrained(config.model_config):
         reasons["identical_initialisation"] = "a pretrained model"

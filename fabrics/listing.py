@@ -8,7 +8,7 @@ KINDS = ("methods", "models", "datasets", "policies", "optimizers", "tests")
 
 
 def listing(kind: str) -> list[str]:
-    """Return the names of a kind, each with the first sentence of its documentation."""
+    """Return the names of a kind, each with the first paragraph of its documentation."""
     from algorithms.batch.calc_batch import BATCH_TESTS
     from algorithms.nodes.policies import MERGE_POLICIES
     from algorithms.synchronisation import METHODS

@@ -238,8 +238,8 @@ def split(source: Source, train_size: int | None, val_size: int | None) -> tuple
 
     Args:
         train_size: use the first train_size training documents; None: all.
-        val_size: None: one for every twenty of train_size, or of all documents, at most MOST_BY_DEFAULT; 0: no
-            validation part.
+        val_size: None: one for every twenty of train_size, or of all documents, at most MOST_BY_DEFAULT, which is
+            also what is read of an own validation part beside all documents; 0: no validation part.
     """
     own = source.validation is not None
     count = train_size
@@ -310,7 +310,7 @@ def _too_few_for_training(found: int, held_out: int, wanted: int | None) -> str:
 
 
 def _smallest_hashes(source: Source, train_size: int | None, val_size: int | None) -> tuple[frozenset[int], int]:
-    """Choose the documents to hold out in one pass that keeps 8 bytes of each, and no text; count the others."""
+    """Choose the documents to hold out in one pass that keeps their hashes, and no text; count the others."""
     if val_size is None and train_size is not None:
         val_size = default_validation_size(train_size)
     pool = None if train_size is None else train_size + val_size
@@ -333,7 +333,7 @@ def _smallest_hashes(source: Source, train_size: int | None, val_size: int | Non
         # One more than are held out, to know whether another document exists.
         smallest = np.unique(np.concatenate([smallest, block]))[: most + 1]
     if val_size is None:
-        val_size = default_validation_size(total)
+        val_size = min(default_validation_size(total), max(1, len(smallest) - 1))
     if len(smallest) < 2:
         raise ConfigError(
             f"dataset: {source.name} has {counted(len(smallest), 'document')}, training and validation need one each; "

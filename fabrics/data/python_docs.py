@@ -44,7 +44,8 @@ def standard_library_docstrings() -> list[Document]:
     """
     found = []
     root = Path(sysconfig.get_path("stdlib"))
-    files = sorted(path for path in root.rglob("*.py") if not _SKIPPED_FOLDERS & set(path.relative_to(root).parts))
+    found_files = (path for path in root.rglob("*.py") if path.is_file())  # a link may lead nowhere
+    files = sorted(path for path in found_files if not _SKIPPED_FOLDERS & set(path.relative_to(root).parts))
     for path in progress_bar(files, desc="reading docstrings", unit=" files", leave=False):
         module = path.relative_to(root).parts[0].removesuffix(".py")
         found += [Document(text, module) for text in docstrings(path.read_bytes())]

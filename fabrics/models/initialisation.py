@@ -16,7 +16,7 @@ from transformers.pytorch_utils import Conv1D
 from fabrics.data.dataset_loader import DATASETS
 from fabrics.data.examples import TaskData
 from fabrics.data.sampler import DataCursor, Shares, Subsets
-from fabrics.data.tokenization import END_OF_TEXT, named_tokenizer
+from fabrics.data.tokenization import END_OF_TEXT, load_tokenizer, named_tokenizer
 from fabrics.models.lora import add_adapters, lora_of
 from fabrics.models.model_family import (
     MODELS,
@@ -95,7 +95,10 @@ def _stand_in(config: Config, settings: dict) -> tuple[PreTrainedTokenizerBase, 
     name = settings.get("preset") or settings.get("name") or "demo"
     if "vocab_size" in settings or "vocab_size" in family.presets.get(name, {"vocab_size": None}):
         return few, False
-    if (named := named_tokenizer(config)) is not None:
+    named = named_tokenizer(config)
+    if named is None and config.dataset == "c4" and config.c4_tokenized_path is not None:
+        named = load_tokenizer(str(Path(config.c4_tokenized_path, "tokenizer")), "c4_tokenized_path")
+    if named is not None:
         return named, False
     if isinstance(family, ModelFamily):  # reads the size of the tokenizer
         few.add_tokens([f"<token {number}>" for number in range(config.vocab_size - len(few))])

@@ -112,6 +112,18 @@ BERT_PRESETS = {
 }
 
 
+# Values that the data, the tokenizer and the framework set.
+_GIVEN_BY_THE_RUN = {
+    "architectures",
+    "bos_token_id",
+    "dtype",
+    "eos_token_id",
+    "model_type",
+    "pad_token_id",
+    "use_cache",
+}
+
+
 def _problems(settings: Mapping[str, Any], presets: Collection[str], known: Collection[str], owner: str) -> list[str]:
     """Return what is wrong with a `model_config`, one line each, without loading anything."""
     problems = []
@@ -213,7 +225,7 @@ class TransformersFamily:
 
     def problems(self, settings: Mapping[str, Any]) -> list[str]:
         if self.config_class is not None:
-            known = {*self.config_class().to_dict(), "num_labels"}
+            known = {*self.config_class().to_dict(), "num_labels"} - _GIVEN_BY_THE_RUN
             return _problems(settings, self.presets, known, self.config_class.__name__)
         if not settings.get("name"):
             return ["model_config.name: this model type needs the name of a hub model or a local folder"]

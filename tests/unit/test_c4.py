@@ -14,6 +14,7 @@ from fabrics.data.dataset_loader import load_data
 from fabrics.data.documents import DatasetError, Skipped
 from fabrics.data.python_docs import python_documents
 from fabrics.data.tokenization import train_tokenizer
+from fabrics.models.initialisation import meta_model
 from tests.support.helpers import CPU, text_of
 from tests.support.threads import together
 from utils.config.schema import ConfigError
@@ -61,7 +62,11 @@ def test_the_hub_gives_the_documents_of_its_shards(make_c4, c4_shards, monkeypat
 
 def test_raw_and_tokenised_shards_give_the_same_examples(make_c4, c4_shards, tokenised_c4, tokenizer_folder):
     raw = load_data(make_c4(c4_local_path=c4_shards, tokenizer=tokenizer_folder))
-    ready = load_data(make_c4(c4_tokenized_path=tokenised_c4))
+    config = make_c4(c4_tokenized_path=tokenised_c4, vocab_size=5000)
+    ready = load_data(config)
+    module, guesses = meta_model(config)  # a plan knows the vocabulary of the set
+    assert module.config.vocab_size == len(ready.tokenizer)
+    assert not guesses
     for own, other in ((raw.train, ready.train), (raw.validation, ready.validation)):
         assert len(own) == len(other) > 10
         indices = range(len(own))

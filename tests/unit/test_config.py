@@ -257,6 +257,11 @@ def test_values_that_do_not_go_together_are_refused(values, expected):
     assert keys_of(problems(values)) == expected
 
 
+def test_workers_that_no_test_compares_need_not_be_at_the_same_parameters():
+    values = FIXED | {"number_of_outer_steps": 1, "message_loss": 0.1, "statistics_estimator": "across_workers"}
+    assert not parse_config(values)[0].compares_workers
+
+
 def test_a_run_has_the_budget_that_is_given():
     assert parse_config({"number_of_outer_steps": 2})[0].budget is None
     assert parse_config(TOKENS | {"time_budget": 60, "link": "1Gb/s"})[0].budget == "time_budget"

@@ -88,6 +88,21 @@ def test_defaults_have_no_warning():
             {"tokenizer": "x", "vocab_size": 999},
             ["vocab_size: has no effect with a tokenizer that is not trained here"],
         ),
+        (
+            {"dataset": "c4", "c4_tokenized_path": "set", "c4_language": "de", "vocab_size": 999},
+            [
+                "c4_language: has no effect with c4_tokenized_path",
+                "vocab_size: has no effect with a tokenizer that is not trained here",
+            ],
+        ),
+        (
+            {"switch_mode": "only_data_loader", "switch_multiplier": 3},
+            ["switch_multiplier: has no effect with switch_mode only_data_loader"],
+        ),
+        (
+            {"minimum_learning_rate_ratio": 0.2},
+            ["minimum_learning_rate_ratio: has no effect with learning_rate_schedule constant"],
+        ),
         ({"single_seed": True}, ["single_seed: has no effect with need_to_reinit_output_layers false"]),
         ({"lr_sgd": 0.1}, ["lr_sgd: has no effect with inner_optimizer adamw"]),
         ({"lr_sgd": 0.1, "inner_optimizer": "sgd"}, []),

@@ -109,6 +109,12 @@ def test_the_sources_own_validation_part_is_used_from_its_beginning():
     assert texts_of(split(source(TEXTS, own[:2]), 80, None))[1] == own[:2]
 
 
+def test_the_default_leaves_a_document_to_train_on_however_many_are_repeats():
+    train, validation = texts_of(split(source(["first", "second"] * 20), None, None))
+    assert len(validation) == 1
+    assert len(train) == 20
+
+
 @pytest.mark.parametrize(
     ("train", "validation", "own", "message"),
     [

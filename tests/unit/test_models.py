@@ -106,6 +106,8 @@ def test_initialisation_depends_on_the_seed_alone(tokenizer):
         ({"num_attention_heads": 4, "num_key_value_heads": 3}, "model_config: cannot build this architecture"),
         ({"hidden_act": "nope"}, "model_config: cannot build this architecture: 'nope'"),
         ({"num_hidden_layers": 0}, "model_config.num_hidden_layers: "),
+        ({"dtype": "bfloat16"}, "model_config.dtype: not an architecture value"),
+        ({"eos_token_id": 7}, "model_config.eos_token_id: not an architecture value"),
         ({"hidden_size": "wide"}, "model_config.hidden_size: "),
     ],
 )

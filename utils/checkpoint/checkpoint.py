@@ -75,7 +75,10 @@ class Checkpoint:
 def check_state(state: Mapping, data: object, parameters: int) -> None:
     """Check that the state of a cluster belongs to this data and model; CheckpointError: it does not."""
     if state["data"] != data:
-        raise CheckpointError("the checkpoint is of a run on other data: dataset, tokenizer or documents differ")
+        raise CheckpointError(
+            "the checkpoint is of a run on other data: dataset, tokenizer, documents or shares differ (with "
+            "data_split_over workers, data_shares: null makes as many shares as there are nodes)"
+        )
     if state["parameters"] != parameters:
         raise CheckpointError(
             f"the checkpoint is of a model with {state['parameters']:,} parameters, this one has {parameters:,}"

@@ -247,7 +247,8 @@ class Data(Section):
     )
     val_size: PositiveInt | None = key(
         None,
-        "Documents held out for validation; null: one in twenty, at most 500 (all that c4_tokenized_path holds out).",
+        "Documents held out for validation; null: one in twenty, at most 500. Of a dataset's own validation part null "
+        "reads 500 unless data_sample_size is set, and of c4_tokenized_path all.",
     )
     samples_per_class: PositiveInt | None = key(
         None,
@@ -493,7 +494,7 @@ class Batch(Section):
     @property
     def compares_workers(self) -> bool:
         """True if the statistics compare gradients of whole workers, which the workers send each other."""
-        return self.statistics_estimator == "across_workers"
+        return self.statistics_estimator == "across_workers" and self.sampling_method != "none"
 
     @property
     def compares_devices(self) -> bool:
