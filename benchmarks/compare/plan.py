@@ -2,97 +2,55 @@
 
     python -m benchmarks.compare.plan --nodes 4 --speed 350 --link 10Mb/s,1ms --seconds 80
 
-Prints the best plan of each kind (one worker, synchronous, DiLoCo) with the settings of run.py.
+Prints the best plan of each kind (one worker, synchronous, DiLoCo) within the ranges of the recorded runs, by the
+formula of `objective: time`, with the settings of run.py. Several workers that are worth less than one are left out.
 """
 
 import argparse
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
 
 from algorithms.nodes.traffic import Link
-from algorithms.schedule.controller import LEAST_ROUNDS, NOISE_SCALE, RoundPlan, example_value
+from algorithms.schedule.controller import LEAST_ROUNDS, NOISE_SCALE, RoundPlan, Situation, next_plan, remaining_worth
 from benchmarks.compare.accounting import gradient_bytes
 
-# Only plans in the ranges of the recorded runs are proposed: batches, examples of a worker, workers, and inner steps of
-# a round.
-BATCHES = (16, 24, 32, 48, 64)
-SMALLEST_SHARE = {"synchronous": 4, "DiLoCo": 8}
+# The ranges of the recorded runs: batches, examples of a worker in an inner step, and workers.
+BATCHES = (16, 64)
+SMALLEST_SHARE = {"one worker": 1, "synchronous": 4, "DiLoCo": 8}
 MOST_WORKERS = 4
-INNER_STEPS = (10, 14, 20, 28, 40, 56, 80, 110, 150)
+# Inner steps of a round whose length costs nothing.
+FREE_STEPS = 100
 
 
-def kind_of(plan: RoundPlan) -> str:
-    """Return the kind of a plan; rounds of one inner step are synchronous."""
-    if plan.workers == 1:
-        return "one worker"
-    return "synchronous" if plan.inner_steps == 1 else "DiLoCo"
+def situations(options: argparse.Namespace, link: Link) -> dict[str, Situation]:
+    """Return the facts on which a plan of each kind depends."""
+    found = {}
+    for kind, smallest_share in SMALLEST_SHARE.items():
+        workers = 1 if kind == "one worker" else min(options.nodes, MOST_WORKERS)
+        sent = [gradient_bytes(count, options.parameters) / count for count in range(1, workers + 1)]
+        found[kind] = Situation(
+            speeds=(options.speed,) * workers,
+            exchange_seconds=(0.0, *map(link.seconds, sent[1:])),
+            joining_seconds=0.0,
+            seconds_left=options.seconds,
+            longest_round=options.seconds / LEAST_ROUNDS,
+            noise_scale=options.noise_scale,
+            smallest_batch=BATCHES[0],
+            smallest_share=smallest_share,
+            largest_batch=BATCHES[1],
+            free_steps=FREE_STEPS,
+            synchronous=kind == "synchronous",
+        )
+    return found
 
 
-def candidates(nodes: int) -> Iterator[RoundPlan]:
-    """Yield all plans in the ranges of the fit, for all nodes or fewer."""
-    for batch in BATCHES:
-        yield RoundPlan(1, batch, 1)
-        for workers in range(2, min(nodes, MOST_WORKERS) + 1):
-            if batch >= workers * SMALLEST_SHARE["synchronous"]:
-                yield RoundPlan(workers, batch, 1)
-            if batch >= workers * SMALLEST_SHARE["DiLoCo"]:
-                yield from (RoundPlan(workers, batch, steps) for steps in INNER_STEPS)
-
-
-@dataclass(frozen=True)
-class Situation:
-    """Nodes, link and time of a user.
-
-    Attributes:
-        nodes: number of equal nodes.
-        speed: of a node, in examples per second.
-        link: of a node.
-        seconds: for the whole run.
-        parameters: of the model, sent as float32.
-        noise_scale: of the gradient, in examples.
-    """
-
-    nodes: int
-    speed: float
-    link: Link
-    seconds: float
-    parameters: int
-    noise_scale: float = NOISE_SCALE
-
-    def examples(self, plan: RoundPlan) -> int:
-        """Return the examples that a plan reads in the time, in whole rounds; 0 for too few rounds of DiLoCo."""
-        seconds = plan.inner_steps * math.ceil(plan.batch / plan.workers) / self.speed
-        if plan.workers > 1:
-            seconds += self.link.seconds(gradient_bytes(plan.workers, self.parameters) / plan.workers)
-        rounds = int(self.seconds / seconds)
-        if kind_of(plan) == "DiLoCo" and rounds < LEAST_ROUNDS:
-            return 0
-        return rounds * plan.inner_steps * plan.batch
-
-    def worth(self, plan: RoundPlan) -> float:
-        """Return the examples times their value."""
-        apart = plan.inner_steps if kind_of(plan) == "DiLoCo" else 0
-        return self.examples(plan) * example_value(plan.batch, plan.workers, apart, self.noise_scale)
-
-    def best_of_each_kind(self) -> list[RoundPlan]:
-        """Return the best plan of each kind that makes a step, the best kind first."""
-        best: dict[str, RoundPlan] = {}
-        for plan in sorted(candidates(self.nodes), key=self.worth, reverse=True):
-            if self.worth(plan):
-                best.setdefault(kind_of(plan), plan)
-        return list(best.values())
-
-
-def settings(situation: Situation, plan: RoundPlan, link: str) -> str:
+def settings(options: argparse.Namespace, kind: str, plan: RoundPlan) -> str:
     """Return the overrides of run.py that simulate a plan."""
-    speeds = "[" + ",".join([f"{situation.speed:g}"] * plan.workers) + "]"
-    steps = 100 if plan.inner_steps == 1 else plan.inner_steps
+    speeds = "[" + ",".join([f"{options.speed:g}"] * plan.workers) + "]"
     return (
-        f"distributed_algo={'DiLoCo' if kind_of(plan) == 'DiLoCo' else 'Synchronous'} nodes_per_gpu={plan.workers} "
-        f"INITIAL_BATCH_SIZE={plan.batch} number_of_inner_steps_between_outers={steps} sampling_method=none "
-        f"smallest_worker_batch=null number_of_initial_trainers=1 max_tokens=null time_budget={situation.seconds:g} "
-        f"'node_speeds={speeds}' link={link}"
+        f"distributed_algo={'DiLoCo' if kind == 'DiLoCo' else 'Synchronous'} nodes_per_gpu={plan.workers} "
+        f"INITIAL_BATCH_SIZE={plan.batch} number_of_inner_steps_between_outers={plan.inner_steps} sampling_method=none "
+        f"smallest_worker_batch=null number_of_initial_trainers=1 max_tokens=null time_budget={options.seconds:g} "
+        f"'node_speeds={speeds}' link={options.link}"
     )
 
 
@@ -112,14 +70,14 @@ def main(arguments: list[str] | None = None) -> None:
     for name in ("nodes", "speed", "seconds", "parameters", "noise_scale"):
         if not 0 < getattr(options, name) < math.inf:
             parser.error(f"--{name.replace('_', '-')}: must be positive and finite, got {getattr(options, name)}")
-    situation = Situation(options.nodes, options.speed, link, options.seconds, options.parameters, options.noise_scale)
-    plans = situation.best_of_each_kind()
-    if not plans:
-        print("no plan makes a step in this time")
-    for plan in plans:
-        examples = situation.examples(plan)
-        print(f"{kind_of(plan)}: {examples:,} examples, worth {situation.worth(plan):,.0f} of a very small batch")
-        print(f"  python run.py {settings(situation, plan, options.link)}")
+    worth = {}
+    for kind, situation in situations(options, link).items():
+        plan = next_plan(situation)
+        if kind == "one worker" or plan.workers > 1:
+            worth[kind, plan] = remaining_worth(situation, plan)
+    for (kind, plan), examples in sorted(worth.items(), key=lambda item: -item[1]):
+        print(f"{kind}: worth {examples:,.0f} examples of a very small batch")
+        print(f"  python run.py {settings(options, kind, plan)}")
 
 
 if __name__ == "__main__":

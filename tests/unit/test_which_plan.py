@@ -10,29 +10,10 @@ from algorithms.nodes.traffic import Link
 from algorithms.schedule import controller
 from algorithms.schedule.controller import NOISE_SCALE, RoundPlan, example_value
 from benchmarks.compare.accounting import gradient_bytes
-from benchmarks.compare.plan import Situation, kind_of, main
+from benchmarks.compare.plan import main
 from benchmarks.compare.which_method import LATENCIES, NODES, RATES, TIMES, all_plans, open_plans
 from fabrics.config_checks import CHECKS
 from utils.config.reading import parse_config
-
-# Four nodes send 1.5 models of 4 bytes per parameter: 12 Mb in 2 s.
-SITUATION = Situation(nodes=4, speed=2.0, link=Link(6e6, 0.0), seconds=120.0, parameters=250_000)
-
-
-@pytest.mark.parametrize(
-    ("plan", "steps"),
-    [
-        (RoundPlan(4, 16, 3), 45),  # rounds of 3 steps of 2 s and an exchange of 2 s
-        (RoundPlan(4, 16, 1), 30),  # 2 s and 2 s
-        (RoundPlan(1, 16, 1), 15),  # 8 s
-    ],
-)
-def test_the_examples_in_a_time_by_hand(plan, steps):
-    assert SITUATION.examples(plan) == 16 * steps
-
-
-def test_too_few_rounds_of_diloco_are_worth_nothing():
-    assert SITUATION.examples(RoundPlan(4, 16, 4)) == 0  # 12 rounds of 10 s
 
 
 def test_the_value_of_an_example_by_hand():
@@ -42,9 +23,7 @@ def test_the_value_of_an_example_by_hand():
 
 
 def test_numbers_without_a_plan_are_refused(capsys):
-    given = {"--nodes": "4", "--speed": "350", "--link": "10Mb/s,1ms", "--seconds": "0.01"}
-    main([word for option in given.items() for word in option])
-    assert capsys.readouterr().out == "no plan makes a step in this time\n"
+    given = {"--nodes": "4", "--speed": "350", "--link": "10Mb/s,1ms", "--seconds": "80"}
     for option, value in (("--nodes", "0"), ("--speed", "nan"), ("--seconds", "inf")):
         with pytest.raises(SystemExit):
             main([word for each in (given | {option: value}).items() for word in each])
@@ -108,15 +87,15 @@ def test_the_formula_picks_a_recorded_plan_near_the_best_on_every_link_of_the_ma
     ("link", "seconds", "kinds"),
     [
         ("10Gb/s,1ms", 60, ["synchronous", "DiLoCo", "one worker"]),
-        ("10Mb/s,1ms", 80, ["DiLoCo", "one worker", "synchronous"]),
-        ("1Mb/s,1ms", 262, ["one worker", "DiLoCo", "synchronous"]),
+        ("10Mb/s,1ms", 80, ["DiLoCo", "one worker"]),
+        ("1Mb/s,1ms", 262, ["one worker"]),
     ],
 )
 def test_a_plan_is_a_configuration_that_run_accepts(link, seconds, kinds, capsys):
-    situation = Situation(4, 350.0, Link.parse(link), seconds, 125_248)
-    assert [kind_of(plan) for plan in situation.best_of_each_kind()] == kinds
     main(["--nodes", "4", "--speed", "350", "--link", link, "--seconds", str(seconds)])
-    commands = re.findall(r"python run.py (.*)", capsys.readouterr().out)
+    printed = capsys.readouterr().out
+    assert re.findall(r"^(\w.*): worth", printed, flags=re.MULTILINE) == kinds
+    commands = re.findall(r"python run.py (.*)", printed)
     assert len(commands) == len(kinds)
     for command in commands:
         assert parse_config({}, shlex.split(command), CHECKS)[0].simulates_time_budget
