@@ -20,7 +20,7 @@ from fabrics.listing import KINDS, listing
 from fabrics.planning import command as planning
 from utils.distributed.launch import Launch, is_main, start_processes, started_by_others, threads_per_process
 from utils.distributed.signals import STATUS_INTERRUPTED, StopRequest, handled_signals
-from utils.files import CHECKPOINTS_FOLDER, MODELS_FOLDER, REPORT_FOLDER, default_config, has_checkpoint
+from utils.files import CHECKPOINTS_FOLDER, MODELS_FOLDER, REPORT_FOLDER, given_config, has_checkpoint
 
 if TYPE_CHECKING:
     from logging.handlers import MemoryHandler
@@ -42,7 +42,7 @@ class Run:
     Attributes:
         summary: summary.json; its status is completed or interrupted.
         training_log: training_log.csv, a structured array with one row per round and trainer.
-        model_folder: the best model, which transformers loads; None if the run was interrupted.
+        model_folder: the best model, which transformers loads; None if the run was interrupted or could not write it.
     """
 
     folder: Path
@@ -120,7 +120,8 @@ def _unchanged_program() -> Iterator[None]:
         restored.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
         restored.callback(logger.setLevel, logger.level)
         restored.callback(setattr, logger, "propagate", logger.propagate)
-        restored.callback(setattr, logger, "handlers", list(logger.handlers))
+        restored.callback(setattr, logger, "handlers", logger.handlers)
+        logger.handlers = []  # otherwise the start of the log closes them
         if transformers_logging.is_progress_bar_enabled():
             restored.callback(transformers_logging.enable_progress_bar)
         if isinstance(sys.stdout, io.TextIOWrapper):
@@ -203,7 +204,7 @@ def main(arguments: list[str] | None = None) -> int:
             return 0
         others = contextlib.nullcontext()
         if not started_by_others():
-            config = options.config or default_config()
+            config = given_config(options.config)
             if options.resume not in (None, "auto"):
                 config = Path(options.resume, "config.yaml")
             program = ["-m", f"{__package__}.run"] if __package__ else [__file__]  # installed, or a checkout
@@ -278,7 +279,7 @@ def import_named_plugins(options: argparse.Namespace) -> None:
     from fabrics.config_checks import CHECKS
     from utils.config.reading import load_config
 
-    load_config(options.config or default_config(), options.overrides, CHECKS)
+    load_config(given_config(options.config), options.overrides, CHECKS)
 
 
 def read_config(options: argparse.Namespace, resumed: str | None) -> tuple["Config", list[str]]:
@@ -289,7 +290,7 @@ def read_config(options: argparse.Namespace, resumed: str | None) -> tuple["Conf
 
     if resumed:
         return resumed_config(Path(resumed), options.overrides, options.force, CHECKS, options.config)
-    config, warnings = load_config(options.config or default_config(), options.overrides, CHECKS)
+    config, warnings = load_config(given_config(options.config), options.overrides, CHECKS)
     check_logs(config, anew=options.resume is None)
     return config, warnings
 
@@ -434,7 +435,7 @@ def train_and_record(cluster: "Cluster", recorder: "Observer", folder: Path) -> 
                 models = cluster.save_models(models_folder, recorder)
             except Exception:  # the summary, the cause and the command to resume still follow
                 logger.exception("the models cannot be saved")
-        recorder.finish(cluster, evaluations, status, models or {})
+        recorder.finish(cluster, evaluations if status == "completed" else {}, status, models or {})
         if code:
             say_how_to_resume()
         recorder.close()

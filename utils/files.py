@@ -98,7 +98,9 @@ def has_checkpoint(run_folder: Path) -> bool:
     return any((run_folder / CHECKPOINTS_FOLDER).glob("round_*"))
 
 
-def default_config() -> Path:
-    """Return config.yaml in the working directory, or the one beside run.py."""
+def given_config(given: Any) -> Any:
+    """Return the given configuration; None: config.yaml in the working directory, or the one beside run.py."""
+    if given is not None:
+        return given
     here = Path("config.yaml")
     return here if here.exists() else Path(__file__).resolve().parents[1] / here

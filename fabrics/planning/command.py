@@ -80,9 +80,9 @@ def print_plan(options: argparse.Namespace) -> None:
     from fabrics.planning.memory_choice import with_chosen_memory
     from utils.config.reading import load_config
     from utils.config.schema import ConfigError
-    from utils.files import default_config, json_text
+    from utils.files import given_config, json_text
 
-    config, warnings = load_config(options.config or default_config(), options.overrides, CHECKS)
+    config, warnings = load_config(given_config(options.config), options.overrides, CHECKS)
     resources = Resources(options.devices, options.device_memory, options.tflops, tuple(options.link or ()))
     chosen = []
     if config.memory == "auto":

@@ -108,6 +108,8 @@ def explained(watcher: PeerWatch, failure: RuntimeError = CLOSED) -> str:
 
 def test_a_lost_connection_is_explained_and_other_errors_stay():
     assert "another process of the run is gone" in explained(PeerWatch())
+    late = RuntimeError("[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 43200000ms for recv operation")
+    assert explained(PeerWatch(), late) == f"another process did not answer: {late}"
     duplicate = dist.DistBackendError("NCCL error in: NCCLUtils.cpp:77, invalid usage: Duplicate GPU detected")
     assert explained(PeerWatch(), duplicate) == f"GPUs cannot exchange tensors: {duplicate}"
     for error in (ValueError("of its own"), RuntimeError("shapes do not match")):

@@ -84,16 +84,20 @@ def test_two_calls_of_train_give_the_bits_of_the_program_and_leave_nothing_behin
         signals = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
         return log.handlers[:], log.level, log.propagate, signals, torch.get_num_threads(), dict(os.environ)
 
+    own = logging.FileHandler(tmp_path / "own.log")
+    logging.getLogger("adloco").addHandler(own)
     before = state()
     values = {"ETA": 0.3, "model_config.num_hidden_layers": 1}
     for _ in range(2):
         run = train(write_config(tmp_path, cache_dir), **values)
         assert state() == before
+        assert own.stream is not None  # nobody has closed it
         assert not torch.distributed.is_initialized()
         assert_same_run(run.folder, finished[0])
         assert run.perplexity == run.summary["final_metric"] == run.training_log["validation_metric"][-1]
         assert run.accuracy is None
         assert (run.model_folder / "model.safetensors").exists()
+    own.close()
 
 
 def test_a_run_leaves_the_deterministic_mode_of_the_program():
@@ -114,6 +118,7 @@ def test_train_takes_a_mapping_a_config_and_a_run_to_resume(finished, tmp_path, 
     short = yaml.safe_load(write_config(tmp_path, cache_dir).read_text()) | {"number_of_outer_steps": 1}
     torch.set_num_threads(2)
     architecture = {"preset": "demo", "hidden_size": np.int64(64)}
+    assert program.given_config({}) == {}  # not config.yaml
     first = train(short, cpu_threads=1, model_config=architecture)
     assert torch.get_num_threads() == 2
     torch.set_num_threads(1)

@@ -160,6 +160,7 @@ def test_all_problems_are_reported_at_once_one_line_each():
         "switch_mode": True,
         "node_schedule": [],
         "participants": 0,
+        "collective_timeout_minutes": 1e13,
     }
     unknown = {"learnig_rate_for_inner_opt": 1, "eta": 0.5, "seed": 1, "learning_rate": 1, "adam_betas": 1}
     found = problems(unknown | {"devices": ["tpu:0"], "node_speeds": [1, 0]} | wrong, ["zzzz"])
@@ -310,6 +311,10 @@ def test_a_number_with_a_unit_is_refused_with_the_unit_of_the_key(assignment, un
     (line,) = problems({}, [assignment])
     assert line.startswith(assignment.split("=")[0])
     assert line.split("meaning: ")[1].startswith(unit)
+
+
+def test_a_leading_zero_is_not_base_eight():
+    assert parse_config({}, ["number_of_outer_steps=010"])[0].number_of_outer_steps == 10
 
 
 @pytest.mark.parametrize("text", ["2026-02-31", "!!bool maybe", "!!timestamp now", "9" * 5000])

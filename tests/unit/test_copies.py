@@ -1,5 +1,7 @@
 """Methods whose workers keep parameters of their own: what is evaluated, counted, merged and resumed."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -10,6 +12,7 @@ from fabrics.training.worker import COPY
 from tests.support import matrix
 from tests.support.helpers import Recorder, light_cluster, make_config, resumed, train
 from tests.support.synchronising import trainer_of
+from utils.config.reading import with_parameters
 from utils.config.schema import ConfigError
 
 
@@ -103,5 +106,10 @@ def test_a_method_whose_stops_leave_steps_out_is_told_so(monkeypatch):
 
 
 def test_a_switch_is_no_number():
+    @dataclasses.dataclass
+    class Annotated:
+        flag: "bool | None" = None
+
+    assert with_parameters(Annotated, {"flag": True}, "synchronisation", "a plugin").flag is True
     with pytest.raises(ConfigError, match=r"synchronisation\.fragments: should not be true or false, got True"):
         method_of(make_config(distributed_algo="StreamingDiLoCo", synchronisation={"fragments": True}))

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args, get_type_hints
 
 import yaml
 from pydantic import ConfigDict, TypeAdapter, ValidationError
@@ -86,6 +86,13 @@ class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # libyaml, if it 
                 if key.value in _TEXTS and value.tag in _NOT_TEXT:
                     value.tag = "tag:yaml.org,2002:str"  # run_name: 2024_01_15 is no number
         return super().construct_mapping(node, deep)
+
+    def construct_integer(self, node: yaml.ScalarNode) -> int | str:
+        # YAML 1.1 reads 010 in base 8.
+        return node.value if re.fullmatch(r"[-+]?0[0-9_]+", node.value) else self.construct_yaml_int(node)
+
+
+_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_integer)
 
 
 def read_mapping(path: Path) -> dict:
@@ -331,9 +338,11 @@ def with_parameters(kind: type[T], values: Mapping[str, Any], key: str, name: st
         if parameter not in known:
             hint = did_you_mean(str(parameter), known) or f"; it has {', '.join(known) or 'none'}"
             problems.append(f"{key}.{parameter}: {name} has no such parameter{hint}")
+    types = get_type_hints(kind)
     for field in dataclasses.fields(kind):
-        value = values.get(field.name)
-        if isinstance(value, bool) and field.type is not bool:
+        allowed = (types[field.name], *get_args(types[field.name]))
+        if isinstance(values.get(field.name), bool) and bool not in allowed:
+            value = values[field.name]
             problems.append(f"{key}.{field.name}: should not be true or false, got {value}")
     if problems:
         raise ConfigError(problems)

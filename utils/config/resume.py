@@ -8,7 +8,7 @@ from typing import Any
 
 from utils.config.reading import Checks, load_config, read_mapping
 from utils.config.schema import FIELDS, Config, ConfigError
-from utils.files import default_config, has_checkpoint
+from utils.files import given_config, has_checkpoint
 
 # Keys that only the start of a run reads: with another value the records would describe a run that never was.
 _START = (
@@ -54,7 +54,7 @@ def folder_to_resume(resume: str | None, config: str | None, overrides: Sequence
     """Return the run folder that a command line resumes; None: it starts a run. auto: that of the configuration."""
     if resume != "auto":
         return resume
-    asked, _ = load_config(config or default_config(), overrides)
+    asked, _ = load_config(given_config(config), overrides)
     if asked.run_name is None:
         raise ConfigError("run_name: --resume auto needs the name of the run, got null")
     folder = Path(asked.log_dir, asked.run_name)

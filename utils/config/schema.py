@@ -174,7 +174,7 @@ class Devices(Section):
     cpu_threads: PositiveInt | None = key(
         None, "PyTorch CPU threads in each process; null: the cores divided among the nodes."
     )
-    collective_timeout_minutes: PositiveFloat = free_key(
+    collective_timeout_minutes: Annotated[float, Field(gt=0, le=1e6), Number] = free_key(
         30.0,
         "Longest wait for another process within a round, which then ends the run; evaluation and checkpoints may take "
         "longer.",

@@ -163,6 +163,8 @@ def shard_group_sites(sites: Sequence[Site], size: int, place: int) -> list[Site
                 f"{', '.join(map(str, machines))}; start a multiple of devices_per_node {size} on every machine"
             )
         identities = [identity for site in shard_group for identity in site.devices]
+        if len({identity == "cpu" for identity in identities}) > 1:
+            raise ValueError(f"devices: with devices_per_node {size} all must be GPUs, or all the CPU")
         for site, identity in zip(shard_group, identities, strict=True):
             other = used.setdefault((site.machine, identity), site.rank)
             if other != site.rank and identity != "cpu":

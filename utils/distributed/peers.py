@@ -143,6 +143,8 @@ class PeerWatch:
             return self._lost
         of_nccl = "nccl error" in text.lower() and "remote process" not in text.lower()  # such as too little memory
         problem = "GPUs cannot exchange tensors" if of_nccl else "another process of the run is gone"
+        if "timed out" in text.lower():
+            problem = "another process did not answer"
         return self.left_reason() or self._lost or f"{problem}: {text}"
 
     def left_reason(self) -> str | None:
