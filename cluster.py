@@ -22,7 +22,7 @@ from algorithms.schedule.controller import RoundPlan
 from algorithms.schedule.limits import RoundSchedule, RunCounters
 from fabrics.data.examples import TaskData
 from fabrics.models.export import save_models
-from fabrics.models.initialisation import DeviceModels
+from fabrics.models.initialisation import flat_model
 from fabrics.pool.checkpoint_policy import CheckpointPolicy, Vote
 from fabrics.pool.device_errors import explain_training_errors
 from fabrics.pool.eval_tool import Evaluation, EvaluationPart, Validation
@@ -82,27 +82,26 @@ class Cluster:
         self.interrupted = False
         self.warnings: list[str] = []
         self.pool = NodePool(self.processes.devices, config)
-        self.models = DeviceModels(config, data, self.processes)
-        self.devices = list(self.models)
-        check_model(config, self.models.first)
+        self.model = flat_model(config, data, self.processes)
+        check_model(config, self.model)
         own_nodes = sum(map(self.processes.owns, range(len(self.nodes))))
-        self.warnings += turns_warning(self.models.first, own_nodes) + sharding_warning(self.models.first)
+        self.warnings += turns_warning(self.model, own_nodes) + sharding_warning(self.model)
         self.given_config = config
         if config.objective == "time":
-            config = with_best_method(config, self.models.first, self.pool.fastest(0.0), len(data.train))
+            config = with_best_method(config, self.model, self.pool.fastest(0.0), len(data.train))
         self.config = config
         self.round_plan: RoundPlan | None = None
-        self.validation = Validation(data, self.models, config.eval_batch_size)
+        self.validation = Validation(data, self.model, config.eval_batch_size)
         self.metric = self.validation.metric
         self.scheduler = RoundScheduler(config, len(data.train), self.pool)
         requests = dict.fromkeys(range(config.number_of_initial_trainers), config.INITIAL_BATCH_SIZE)
         first_nodes = self._distribution(requests, {}, 0.0)
-        self.trainers = first_trainers(config, data, first_nodes, self.models, self.processes)
+        self.trainers = first_trainers(config, data, first_nodes, self.model, self.processes)
         self._assign(first_nodes)
         if config.max_batch_size is None:
             # Measured last, when everything that lives between rounds has its memory.
             state_bytes = sum(trainer.state_bytes for trainer in self.trainers.values())
-            max_batches = measured_max_batches(config, self.models, data.train, self.processes, state_bytes)
+            max_batches = measured_max_batches(config, self.model, data.train, self.processes, state_bytes)
             self.pool.set_max_batches(max_batches)
             self.assign_nodes()
         smallest = min(trainer.cursor.smallest for trainer in self.trainers.values())
@@ -114,7 +113,7 @@ class Cluster:
 
     @property
     def parameter_count(self) -> int:
-        return self.models.first.parameter_count
+        return self.model.parameter_count
 
     @property
     def finished(self) -> bool:
@@ -186,7 +185,7 @@ class Cluster:
         self.processes.stalls.begin_round(round_number, local_steps, self._progress)
         trained = self._train(splits, schedule, partial(self._on_step, observer, checkpoint_policy))
         evaluated = self._evaluate_locally(self.trainers) if evaluates else LocalEvaluation({}, 0.0)
-        report = ProcessReport(trained, evaluated, memory_use(self.devices), checkpoint_policy.vote())
+        report = ProcessReport(trained, evaluated, memory_use(self.model.device), checkpoint_policy.vote())
         processes = self.processes.gather_in_round(report)
 
         # Decisions, the same in every process.
@@ -290,7 +289,7 @@ class Cluster:
 
     def _progress(self) -> int:
         """A number that changes with every forward pass of this process, and every piece of a tensor exchanged."""
-        return sum(model.passes for model in self.models.values()) + self.processes.moved
+        return self.model.passes + self.processes.moved
 
     def _conclude(
         self,
@@ -373,7 +372,7 @@ class Cluster:
             folder,
             self.trainers,
             lambda trainer: self.trainers[trainer].worker_group.parameters_for(main_node),
-            self.models.first,
+            self.model,
             self.data.tokenizer,
             self.processes,
         )
@@ -384,7 +383,7 @@ class Cluster:
     def tensors(self) -> dict[str, dict[str, torch.Tensor | FilePart]]:
         """Return the trainers' tensors in this process by reference, in groups named by trainer and worker."""
         groups = {name: group for trainer in self.trainers.values() for name, group in trainer.tensors().items()}
-        return self.models.first.checkpoint_tensors(groups)
+        return self.model.checkpoint_tensors(groups)
 
     def state_dict(self) -> dict:
         """Return the JSON values on which the run's future depends, besides tensors; the same in every process.
@@ -418,7 +417,7 @@ class Cluster:
         self.counters = counters  # only now: what the assignment counts was not sent
         if self.scheduler.clock is not None and state["clock"] is not None:
             self.scheduler.clock.load_state_dict(state["clock"])
-        local_part = self.models.first.local_part
+        local_part = self.model.local_part
         for trainer, values in living.items():
             self.trainers[trainer].load_state_dict(values, lambda group, name: local_part(read(group, name)))
         self._check_max_batches(state["nodes"]["max_batches"])

@@ -346,7 +346,7 @@ def set_up(
     folder = Path(resumed) if resumed else decided(processes, lambda: make_run_folder(config, data.dataset))
     if not resumed:
         locks.enter_context(lock_run_in_main(processes, folder))
-    machines = processes.gather(machine(cluster.devices))
+    machines = processes.gather(machine(cluster.model.device))
 
     def recorder() -> Observer:
         if not processes.is_main:

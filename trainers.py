@@ -44,7 +44,7 @@ class Trainer:
 
     Args:
         parameters: flat initial parameters, which become the trainer's own; None in a process without a worker.
-        models: the flat model of each device of this process; the first device keeps the trainer's tensors.
+        model: the flat model of this process, whose device keeps the trainer's tensors.
     """
 
     def __init__(
@@ -54,13 +54,13 @@ class Trainer:
         parameters: torch.Tensor | None,
         cursor: DataCursor,
         examples: Examples,
-        models: Mapping[torch.device, FlatModel],
+        model: FlatModel,
         processes: Processes,
     ):
         self.id = trainer_id
         self.cursor = cursor
         self.batch_control = batch_control(config)
-        self.worker_group = WorkerGroup(config, parameters, models, processes)
+        self.worker_group = WorkerGroup(config, parameters, model, processes)
         self.inner_steps_done = 0
         self.tokens_done = 0  # over all workers
         self.rounds = 0
@@ -279,18 +279,17 @@ def first_trainers(
     config: Config,
     data: TaskData,
     assignment: Mapping[int, tuple[int, ...]],
-    models: Mapping[torch.device, FlatModel],
+    model: FlatModel,
     processes: Processes,
 ) -> dict[int, Trainer]:
     """Return the trainers at the start of a run; assignment: the nodes that each will get."""
     sizes = data.shares and [share["examples"] for share in data.shares]
     cursors = initial_cursors(config, len(data.train), sizes)
     check_first_workers(config, [len(nodes) for nodes in assignment.values()])
-    first_model = next(iter(models.values()))
     trainers = {}
     for trainer, cursor in enumerate(cursors):
         parameters = None
         if any(processes.owns(node) for node in assignment[trainer]):
-            parameters = initial_parameters(config, data, trainer, first_model)
-        trainers[trainer] = Trainer(trainer, config, parameters, cursor, data.train, models, processes)
+            parameters = initial_parameters(config, data, trainer, model)
+        trainers[trainer] = Trainer(trainer, config, parameters, cursor, data.train, model, processes)
     return trainers

@@ -295,7 +295,7 @@ class Worker:
             mean=lambda like, encoding=PLAIN, weights=None: self._links.mean(like, encoding, weights),
             messages=lambda size, takers: self._links.messages(size, takers, self._model.device),
             shared=self._shared,
-            first_model=self._model,
+            model=self._model,
         )
 
     # The loop

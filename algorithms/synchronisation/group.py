@@ -132,7 +132,7 @@ class Group:
         self.values = values
         self.weights = weights
         self.local_workers: list[LocalWorker] = []
-        self.model = workers.first_model
+        self.model = workers.model
         self.clock = clock
         self.inner = inner
         self.outer = outer

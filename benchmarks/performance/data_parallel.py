@@ -68,7 +68,7 @@ def speeds(config: Config, processes: Processes, repeats: int) -> dict[str, floa
         cluster = Cluster(parse_config(vars(config) | {"distributed_algo": name}, checks=CHECKS)[0], data, processes)
         trainer = cluster.trainers[0]
         functions[name] = lambda trainer=trainer: trainer.train_round(trainer.split_work(), schedule, lambda: None)
-    device = cluster.devices[0]
+    device = cluster.model.device
     loop = data_parallel_loop(config, data, device)
     functions["DDP" if config.devices_per_node == 1 else "FSDP2"] = lambda: loop.run(schedule.inner_steps)
 

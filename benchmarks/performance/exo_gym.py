@@ -117,7 +117,7 @@ def exo_gym_rounds(config: Config, device: torch.device) -> tuple[list[float], .
 def speeds(config: Config, repeats: int) -> dict:
     """Return tokens per second by name, in wall and in CPU time, medians; the programs take turns."""
     cluster = Cluster(config, make_data(config))
-    device = cluster.devices[0]
+    device = cluster.model.device
     wall: dict[str, list[float]] = {"EXO Gym": [], "this project": []}
     cpu: dict[str, list[float]] = {"EXO Gym": [], "this project": []}
     for _ in range(repeats):

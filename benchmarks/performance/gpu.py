@@ -136,14 +136,14 @@ def speeds(config: Config, repeats: int = 3) -> dict:
 def large(config: Config) -> dict:
     """Measure a round, and its inner steps alone, after a warm-up round: tokens/s, MFU and the allocator's peak."""
     cluster = Cluster(config, make_data(config))
-    device = cluster.devices[0]
+    device = cluster.model.device
     whole_round(cluster)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     round_seconds = seconds(lambda: whole_round(cluster), device)
     step_seconds = seconds(lambda: inner_steps(cluster), device)
     measured = tokens_per_second(config, {"whole_round": [round_seconds], "inner_steps": [step_seconds]})
-    flops = flops_per_token(cluster.models[device].module, config.sequence_length)
+    flops = flops_per_token(cluster.model.module, config.sequence_length)
     peak = peak_flops(device)
     return {
         "parameters": cluster.parameter_count,
@@ -160,7 +160,7 @@ def graphs(configs: Mapping[str, Config], repeats: int = 5) -> dict:
     for name, config in configs.items():
         cluster = Cluster(config, make_data(config))
         functions[name] = partial(inner_steps, cluster)
-    times = interleaved(functions, cluster.devices[0], repeats)
+    times = interleaved(functions, cluster.model.device, repeats)
     return {"tokens_per_second": tokens_per_second(config, times)}
 
 

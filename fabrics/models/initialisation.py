@@ -190,20 +190,11 @@ def check_compiler(config: Config, processes: Processes) -> None:
         raise ConfigError(f"compile_model: true needs the C++ compiler {compiler}, or another that CXX names")
 
 
-class DeviceModels(dict[torch.device, FlatModel]):
-    """The flat model of each device of this process, with the initial weights of trainer 0."""
-
-    def __init__(self, config: Config, data: TaskData, processes: Processes):
-        if config.compile_model not in (False, "auto"):
-            check_compiler(config, processes)
-        super().__init__({device: _flat_model(config, data, device, processes) for device in processes.own_devices})
-
-    @property
-    def first(self) -> FlatModel:
-        return next(iter(self.values()))
-
-
-def _flat_model(config: Config, data: TaskData, device: torch.device, processes: Processes) -> FlatModel:
+def flat_model(config: Config, data: TaskData, processes: Processes) -> FlatModel:
+    """Return the flat model on the device of this process, with the initial weights of trainer 0."""
+    if config.compile_model not in (False, "auto"):
+        check_compiler(config, processes)
+    device = processes.own_device
     # The first device of a node has the weights, and sends the others their parts.
     has_weights = processes.shard_group.index == 0
     if has_weights:

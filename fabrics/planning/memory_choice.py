@@ -63,9 +63,9 @@ def cheapest(options: Sequence[MemoryOption], sequence_length: int, round_tokens
 def resources_of(config: Config, processes: Processes) -> Resources:
     """Return what every device of a run has at least: its memory and that of the host, now; all processes call this."""
     on_gpus = processes.devices[0].type == "cuda"
-    sizes = [device_memory(device) for device in processes.own_devices]
-    # On GPUs CUDA and nccl have taken theirs by now.
-    memory = min(size - used if on_gpus else size for size, used in sizes)
+    memory, used = device_memory(processes.own_device)
+    if on_gpus:  # CUDA and nccl have taken theirs by now
+        memory -= used
     if not on_gpus:  # the processes of a node share the memory of their host
         memory //= config.devices_per_node
     host_memory = None

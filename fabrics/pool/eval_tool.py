@@ -1,7 +1,7 @@
 """Evaluation: mean loss and the task's metric on held-out examples, in batches, without padding.
 
-`Validation` divides the batches among the workers of a trainer, which evaluate them on their own devices. Sums are
-added in the order of the batches, so that the result does not depend on who evaluated them.
+`Validation` divides the batches among the workers of a trainer, whose processes evaluate them. Sums are added in the
+order of the batches, so that the result does not depend on who evaluated them.
 """
 
 import math
@@ -47,7 +47,7 @@ METRICS = Registry(
 
 @dataclass(frozen=True)
 class EvaluationPart:
-    """Sums over some batches of the evaluation examples, at first on a device, then sent between processes.
+    """Sums over some batches of the evaluation examples.
 
     sums: summed loss, targets and, of a classifier, correct answers of each batch [batches, 3], float64.
     """
@@ -55,23 +55,14 @@ class EvaluationPart:
     batches: list[int]
     sums: torch.Tensor
 
-    def wait(self) -> "EvaluationPart":
-        """Wait for the device, and return the sums on the host."""
-        return EvaluationPart(self.batches, self.sums.cpu())
-
-    @classmethod
-    def join(cls, parts: Sequence["EvaluationPart"]) -> "EvaluationPart":
-        batches = [number for part in parts for number in part.batches]
-        return cls(batches, torch.cat([part.sums for part in parts]))
-
 
 def batch_count(examples: Examples, batch_size: int) -> int:
     return -(-len(examples) // batch_size)
 
 
 @torch.no_grad()
-def begin_batches(model: FlatModel, examples: Examples, batch_size: int, batches: Sequence[int]) -> EvaluationPart:
-    """Evaluate a model in eval mode on some batches of the examples, without waiting for the device."""
+def evaluate_batches(model: FlatModel, examples: Examples, batch_size: int, batches: Sequence[int]) -> EvaluationPart:
+    """Evaluate a model in eval mode on some batches of the examples."""
     sums = torch.zeros(len(batches), 3, dtype=torch.float64, device=model.device)
     bar = progress_bar(batches, desc="evaluating", unit=" batches", leave=False, delay=1)
     for row, number in enumerate(bar):
@@ -87,7 +78,7 @@ def begin_batches(model: FlatModel, examples: Examples, batch_size: int, batches
                 losses, counts = model.example_loss_sums(batch, labels, eager=True)
         sums[row, 0] = losses.sum(dtype=torch.float64)
         sums[row, 1] = counts.sum()
-    return EvaluationPart(list(batches), sums)
+    return EvaluationPart(list(batches), sums.cpu())
 
 
 def combine(parts: Iterable[EvaluationPart], task: str) -> Evaluation:
@@ -95,11 +86,11 @@ def combine(parts: Iterable[EvaluationPart], task: str) -> Evaluation:
 
     The loss is the summed loss of all predicted targets divided by their number, not a mean of batch means.
     """
-    part = EvaluationPart.join(list(parts))
+    sums = sorted(row for part in parts for row in zip(part.batches, part.sums.tolist(), strict=True))
     loss = 0.0
     count = 0.0
     correct = 0.0
-    for _, (batch_loss, targets, answers) in sorted(zip(part.batches, part.sums.tolist(), strict=True)):
+    for _, (batch_loss, targets, answers) in sums:
         loss += batch_loss
         count += targets
         correct += answers
@@ -111,34 +102,25 @@ def combine(parts: Iterable[EvaluationPart], task: str) -> Evaluation:
 class Validation:
     """Evaluates trainers on the validation examples, divided among each trainer's workers."""
 
-    def __init__(self, data: TaskData, models: Mapping[torch.device, FlatModel], batch_size: int):
+    def __init__(self, data: TaskData, model: FlatModel, batch_size: int):
         self.metric = METRICS[data.task]
         self._task = data.task
         self._examples = data.validation
-        self._models = models
+        self._model = model
         self._batch_size = batch_size
 
     def part(self, worker_group: WorkerGroup) -> EvaluationPart | None:
         """Evaluate a trainer's up-to-date parameters on the batches of this process's workers; None without one."""
-        begun = []
-        for device, batches in self._local_batches(worker_group).items():
-            model = self._models[device]
-            own, others = model.local_batches(batches)
-            with model.evaluating(worker_group.shared["parameters"]):
-                begun.append(begin_batches(model, self._examples, self._batch_size, own))
-                if others:  # all devices that share a model make every forward pass together
-                    begin_batches(model, self._examples, self._batch_size, others)
-        # Wait only after all devices have work.
-        return EvaluationPart.join([part.wait() for part in begun]) if begun else None
-
-    def _local_batches(self, worker_group: WorkerGroup) -> dict[torch.device, list[int]]:
-        """The batches that each device of this process evaluates; workers take turns."""
-        found: dict[torch.device, list[int]] = {}
-        for batch in range(batch_count(self._examples, self._batch_size)):
-            worker = worker_group.local.get(batch % len(worker_group))
-            if worker is not None:
-                found.setdefault(worker.node.device, []).append(batch)
-        return found
+        if not worker_group.local:
+            return None
+        count = batch_count(self._examples, self._batch_size)
+        batches = [number for number in range(count) if number % len(worker_group) in worker_group.local]
+        own, others = self._model.local_batches(batches)
+        with self._model.evaluating(worker_group.shared["parameters"]):
+            part = evaluate_batches(self._model, self._examples, self._batch_size, own)
+            if others:  # all devices that share a model make every forward pass together
+                evaluate_batches(self._model, self._examples, self._batch_size, others)
+        return part
 
     def combine(
         self, parts: Sequence[Mapping[int, EvaluationPart]], trainers: Collection[int]

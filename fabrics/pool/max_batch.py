@@ -7,7 +7,7 @@ of that pass. These are exactly linear, so two probes suffice and no prediction 
 """
 
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import numpy as np
 import psutil
@@ -184,7 +184,7 @@ def round_tensors(config: Config, workers: int, several_processes: bool, elsewhe
 
 def measured_max_batches(
     config: Config,
-    models: Mapping[torch.device, FlatModel],
+    model: FlatModel,
     examples: Examples,
     processes: Processes,
     state_bytes: int,
@@ -197,14 +197,13 @@ def measured_max_batches(
 
     state_bytes: bytes between rounds in this process, which on a CPU are not in use before they are first written.
     """
-    if any(device.type == "cuda" for device in processes.own_devices):
+    if model.device.type == "cuda":
         torch.cuda.empty_cache()  # for the processes that share the GPU
     processes.gather(None)  # afterwards the tensors of all processes exist
     per_device = config.nodes_per_gpu
     own: dict[int, int] = {}
     for first in range(0, len(processes.devices), per_device):
         if processes.owns(first):
-            model = models[processes.devices[first]]
             workers = sum(processes.owns(node) for node in range(first, first + per_device))
             elsewhere = len(processes.devices) - workers
             tensors = round_tensors(config, workers, processes.count > 1, elsewhere)

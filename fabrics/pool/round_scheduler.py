@@ -123,7 +123,7 @@ class RoundScheduler:
         if workers == 1:
             return []
         method = trainer.worker_group.method
-        model = trainer.worker_group.first_model
+        model = trainer.worker_group.model
         measures = trainer.batch_control.measures(counters.outer_steps + 1)
         sent = round_bytes(self._config, method, model, workers, measures=False) / workers
         statistics = round_bytes(self._config, method, model, workers, measures) / workers - sent
@@ -180,7 +180,7 @@ class RoundScheduler:
         if config.smallest_worker_batch is not None:  # the other nodes are idle
             working = min(nodes, sum(len(trainer.nodes) for trainer in trainers))
         group = next(iter(trainers)).worker_group
-        sizes = exchange_sizes(config, group.method, group.first_model)
+        sizes = exchange_sizes(config, group.method, group.model)
         ahead = rounds_ahead(
             len(trainers), working, counters.outer_steps + 1, config.merge_frequency, config.merge_count, sizes
         )

@@ -43,7 +43,7 @@ def with_best_method(config: Config, model: FlatModel, nodes: Sequence[Node], ex
 def plan_round(config: Config, trainer: "Trainer", nodes: Sequence[Node], seconds: float, progress: float) -> RoundPlan:
     """Return the plan of the only trainer's next round; nodes: the fastest first; seconds: that the run has used."""
     group = trainer.worker_group
-    situation = _situation(config, group.first_model, nodes, trainer.largest_request)
+    situation = _situation(config, group.model, nodes, trainer.largest_request)
     measured = trainer.batch_control.noise_scale
     situation = dataclasses.replace(
         situation,

@@ -128,7 +128,7 @@ class OuterRound:
 
     def _update_shared(self, gradient: torch.Tensor) -> None:
         """Update the shared parameters with the inner optimizer and this gradient, which is clipped."""
-        model = self._worker_group.first_model
+        model = self._worker_group.model
         parameters = self.group.shared["parameters"]
         if self._optimizer is None:
             self._optimizer = WorkerOptimizer(model, self._config, self.group.shared)

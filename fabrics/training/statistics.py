@@ -129,7 +129,7 @@ def compare_workers(
         incoming.add(index, PLAIN.encode(vectors[index]))
     mean, _ = incoming.result()
     # A device that shares the model has a part of the gradient, but the whole sketch.
-    total = worker_group.first_model.shard_group.sum if measurement.compared == "gradient" else None
+    total = worker_group.model.shard_group.sum if measurement.compared == "gradient" else None
     compared = dict(records)
     for index in present:
         moments = gradient_moments(vectors[index].to(mean.device), mean, total)

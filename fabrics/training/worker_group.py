@@ -31,7 +31,7 @@ class WorkerGroup:
 
     Args:
         parameters: flat initial parameters, which become the trainer's own; None in a process without a worker.
-        models: the flat model of each device of this process; the first device keeps the trainer's tensors.
+        model: the flat model of this process, whose device keeps the trainer's tensors.
 
     Attributes:
         nodes: of all workers, in order.
@@ -49,31 +49,30 @@ class WorkerGroup:
         self,
         config: Config,
         parameters: torch.Tensor | None,
-        models: Mapping[torch.device, FlatModel],
+        model: FlatModel,
         processes: Processes,
     ):
         self.nodes: tuple[Node, ...] = ()
         self.local: dict[int, Worker] = {}
         self.values: dict[str, float] = {}
         self.to_restart: frozenset[int] = frozenset()
-        self.first_model = next(iter(models.values()))
-        self.method = method_of(config, self.first_model)
-        self.dtype = self.first_model.parameters.dtype
-        self.parameter_count = self.first_model.parameter_count
+        self.model = model
+        self.method = method_of(config, self.model)
+        self.dtype = self.model.parameters.dtype
+        self.parameter_count = self.model.parameter_count
         self.parameter_bytes = self.parameter_count * self.dtype.itemsize
         self._config = config
-        self._models = models
         self._processes = processes
         self._workers = Workers()
         self._resting: frozenset[int] = frozenset()  # nodes that missed the last round's outer step
         self._weights: list[float] = []  # of the workers in the last round; empty: nothing is left to settle
         self.encoding = COMMUNICATION_DTYPES[config.communication_dtype]
-        self._state_device = torch.device("cpu") if config.offload_outer_state else self.first_model.device
+        self._state_device = torch.device("cpu") if config.offload_outer_state else self.model.device
         self._describe_state()
         self.shared = None if parameters is None else self._initial_tensors(parameters)
 
     def _describe_state(self) -> None:
-        model = self.first_model
+        model = self.model
         able = self.method.capabilities
         names = ("parameters", *self.method.state)
         self.merged_tensors = tuple(name for name in names if name not in able.copies)
@@ -98,7 +97,7 @@ class WorkerGroup:
 
     def _empty(self, like: torch.Tensor) -> torch.Tensor:
         """Return an uninitialised tensor for the trainer's state, in host memory if that is offloaded."""
-        pinned = self._config.offload_outer_state and self.first_model.device.type == "cuda"
+        pinned = self._config.offload_outer_state and self.model.device.type == "cuda"
         return torch.empty(like.shape, dtype=like.dtype, device=self._state_device, pin_memory=pinned)
 
     def __len__(self) -> int:
@@ -138,8 +137,8 @@ class WorkerGroup:
         for index, node in enumerate(nodes):
             if self._processes.owns(node.id):
                 worker = None if index in self.to_restart else old_workers.get(index)
-                if worker is None or worker.node.device != node.device:
-                    worker = Worker(node, self._models[node.device], self._config, self.method)
+                if worker is None:
+                    worker = Worker(node, self.model, self._config, self.method)
                     worker.load_state_dict({COPY: self.shared["parameters"]})
                 self.local[index] = worker
         # A process without a worker has no part in messages.
@@ -273,7 +272,7 @@ class WorkerGroup:
         if self.method.capabilities.averages_copies:
             self.refresh()
             if self._weights:
-                sent = settling_bytes(self.method, self.first_model, len(self))
+                sent = settling_bytes(self.method, self.model, len(self))
         elif some_end:
             sent = self._send_the_rest()
         self._weights = []
@@ -357,7 +356,7 @@ class WorkerGroup:
         optimizer = inner_optimizer_of(self._config)
         own = list(personal_tensors(self._config, self.method))
         if optimizer is not None and not self.method.capabilities.exchanges_gradients:
-            own += optimizer.state(self.first_model, "meta")
+            own += optimizer.state(self.model, "meta")
         return [*self._shapes, *(f"{name} of a worker" for name in own)]
 
     def load_state_dict(

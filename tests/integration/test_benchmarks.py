@@ -90,12 +90,10 @@ def test_the_bare_loop_and_the_inner_steps_train_to_the_same_parameters(cache_di
     )
     data = throughput.make_data(config)
     cluster = Cluster(config, data)
-    bare = throughput.BareLoop(config, data, cluster.devices[0])
+    bare = throughput.BareLoop(config, data, cluster.model.device)
     order = peek(cluster.trainers[0].cursor, 0, 3 * config.INITIAL_BATCH_SIZE)
     bare.tokens = bare.tokens[torch.from_numpy(order)]
     bare.run(3)
     throughput.inner_steps(cluster)
-    for own, reference in zip(
-        cluster.models[cluster.devices[0]].module.parameters(), bare.model.parameters(), strict=True
-    ):
+    for own, reference in zip(cluster.model.module.parameters(), bare.model.parameters(), strict=True):
         torch.testing.assert_close(own, reference, rtol=1e-4, atol=1e-5)

@@ -200,7 +200,7 @@ def test_rounds_send_the_planned_bytes(settings):
     budget = budget_settings(4, byte_budget=10**7)
     cluster = light_cluster(**budget | {"batch_test_start": 2, "max_tokens": 3000} | settings)
     group = cluster.trainers[0].worker_group
-    sizes = exchange_sizes(cluster.config, group.method, group.first_model)
+    sizes = exchange_sizes(cluster.config, group.method, group.model)
     planned = rounds_ahead(4, len(cluster.nodes), 1, cluster.config.merge_frequency, 4, sizes)
     for _ in range(4):
         before = cluster.counters.bytes_communicated

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from algorithms.batch.losses import IGNORE_INDEX
 from algorithms.batch.per_example import step_estimate
 from fabrics.data.examples import PackedSequences
-from fabrics.pool.eval_tool import batch_count, begin_batches, combine
+from fabrics.pool.eval_tool import batch_count, combine, evaluate_batches
 from fabrics.training.flat_model import FlatModel
 from fabrics.training.inner_loop import probed_backward
 from tests.support.helpers import (
@@ -146,5 +146,5 @@ def test_an_evaluation_in_parts_is_the_whole_one_bit_for_bit(workers):
         (tiny_llama(dtype=torch.float32).eval(), padded(texts), "causal_lm"),
     ):
         shares = [range(worker, batch_count(examples, 7), workers) for worker in range(workers)]
-        parts = [begin_batches(FlatModel(model, CPU), examples, 7, share).wait() for share in shares]
+        parts = [evaluate_batches(FlatModel(model, CPU), examples, 7, share) for share in shares]
         assert combine(reversed(parts), task) == evaluate(model, examples, task, 7)

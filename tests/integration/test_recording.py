@@ -198,10 +198,10 @@ def test_memory_is_logged_at_stages(tmp_path):
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="only Linux tells the peak")
 def test_a_peak_between_two_measurements_is_seen():
-    (_, before, _, peak_before, _), *_ = memory_use([CPU])
+    (_, before, _, peak_before, _), *_ = memory_use(CPU)
     block = np.ones((peak_before - before) // 8 + 8_000_000)
     del block
-    (_, _, _, peak, _), *_ = memory_use([CPU])
+    (_, _, _, peak, _), *_ = memory_use(CPU)
     assert peak > peak_before + 40_000_000
 
 

@@ -14,7 +14,6 @@ from algorithms.schedule.limits import RoundSchedule
 from fabrics.data.examples import PackedSequences
 from fabrics.training.worker import TrainingError
 from tests.support.helpers import (
-    CPU,
     Recorder,
     bits,
     budget_settings,
@@ -328,7 +327,7 @@ def test_no_other_tensor_of_model_size_lives_between_rounds():
     """Two buffers per device, two tensors per trainer, two per worker: nothing else of model size lives on."""
     cluster = light_cluster(nodes_per_gpu=6, number_of_initial_trainers=4, merge_frequency=100)
     cluster.run_round(Recorder())
-    working = cluster.models[CPU]
+    working = cluster.model
     expected = {working.parameters.data_ptr(), working.gradient.data_ptr()}
     for trainer in cluster.trainers.values():
         expected |= {trainer.parameters.data_ptr(), trainer.shared["velocity"].data_ptr()}

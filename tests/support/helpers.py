@@ -25,7 +25,7 @@ from fabrics.config_checks import CHECKS
 from fabrics.data.examples import PackedSequences, PaddedSequences, TaskData
 from fabrics.data.sampler import DataCursor, Subsets
 from fabrics.data.tokenization import train_tokenizer
-from fabrics.pool.eval_tool import Evaluation, batch_count, begin_batches, combine
+from fabrics.pool.eval_tool import Evaluation, batch_count, combine, evaluate_batches
 from fabrics.training.flat_model import FlatModel
 from fabrics.training.outer_round import OuterRound
 from fabrics.training.worker import Node
@@ -171,7 +171,7 @@ def make_trainer(
     parameters = working.parameters.detach().clone()
     numbers = range(nodes) if isinstance(nodes, int) else nodes
     processes = processes or LocalProcesses([device], 8)  # some nodes may join later
-    trainer = Trainer(trainer_id, config, parameters, cursor, examples, {device: working}, processes)
+    trainer = Trainer(trainer_id, config, parameters, cursor, examples, working, processes)
     trainer.assign_nodes(tuple(Node(number, device, max_batch) for number in numbers))
     return trainer
 
@@ -179,7 +179,7 @@ def make_trainer(
 def evaluate(module: nn.Module, examples, task: str, batch_size: int) -> Evaluation:
     """Evaluate a module on all examples on the CPU."""
     model = FlatModel(module.eval(), CPU)
-    return combine([begin_batches(model, examples, batch_size, range(batch_count(examples, batch_size))).wait()], task)
+    return combine([evaluate_batches(model, examples, batch_size, range(batch_count(examples, batch_size)))], task)
 
 
 def train(trainer: Trainer, rounds: int, inner_steps: int = 3) -> list:
@@ -208,7 +208,7 @@ def recorded_pseudo_gradients(monkeypatch) -> list[torch.Tensor]:
 
 def parameters_of(trainer: Trainer) -> dict[str, torch.Tensor]:
     """Return the trainer's parameters by name."""
-    working = next(iter(trainer.worker_group._models.values()))
+    working = trainer.worker_group.model
     working.load(trainer.parameters)
     return {name: tensor.detach().clone() for name, tensor in working.module.named_parameters()}
 

@@ -151,7 +151,7 @@ def record_run(folder: Path, **values) -> Path:
     kept = start_logging()
     started = recording.time.perf_counter()
     folder = make_run_folder(cluster.config, cluster.data.dataset)
-    here = machines([machine(cluster.devices)])
+    here = machines([machine(cluster.model.device)])
     origin = Origin("python run.py 'run_name=<i>'", "2026-01-02T03:04:05+01:00", Code("c0ffee", True, b"+1\n"), here)
     recorder = RunRecorder(cluster.config, folder, kept, started, None, origin)
     final = cluster.train(recorder)

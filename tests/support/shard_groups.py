@@ -178,7 +178,7 @@ def run_scenario(name: str, processes: Processes, state: dict | None = None, fol
         "bytes": [counters.bytes_synchronised, counters.bytes_merged, counters.bytes_redistributed],
         "merges": cluster.merges,
         "warnings": recorder.warnings,
-        "unmasked": needs_no_mask(cluster.models.first.module, {"input_ids": torch.zeros(2, 9)}),
+        "unmasked": needs_no_mask(cluster.model.module, {"input_ids": torch.zeros(2, 9)}),
     }
 
 
@@ -293,7 +293,7 @@ def initial_tensors(name: str, processes: Processes, folder: Path) -> dict[str, 
     config = make_config(**(_START | {"number_of_initial_trainers": 2} | values))
     with patch("fabrics.models.initialisation.build_model", build):
         cluster = Cluster(config, data_of("classification" if name == "frozen" else ""), processes)
-    return {"model": cluster.models.first.full_state_dict(), "trainers": matrix.state_of(cluster)["tensors"]}
+    return {"model": cluster.model.full_state_dict(), "trainers": matrix.state_of(cluster)["tensors"]}
 
 
 # Memory

@@ -39,7 +39,7 @@ def problem_of(trainer: Trainer, rounds: int, inner_steps: int, ends: Sequence[S
 
     ends: the inner steps of the run, from 1, with which each worker ends its own; None: it makes all of them.
     """
-    model = trainer.worker_group.first_model
+    model = trainer.worker_group.model
     config = trainer._config
     module = copy.deepcopy(model.module)
     named = dict(module.named_parameters())

@@ -82,7 +82,7 @@ def test_a_run_that_recomputes_activations_has_the_same_bits():
             activation_checkpointing=recomputes, number_of_initial_trainers=1, number_of_outer_steps=2
         )
         cluster.train(Recorder())
-        layers = [m for m in cluster.models[CPU].module.modules() if hasattr(m, "gradient_checkpointing")]
+        layers = [m for m in cluster.model.module.modules() if hasattr(m, "gradient_checkpointing")]
         assert all(layer.gradient_checkpointing is recomputes for layer in layers)
         found.append((cluster.trainers[0].requested_batch, cluster.trainers[0].parameters))
     assert found[0][0] == found[1][0]

@@ -28,7 +28,7 @@ from fabrics.models.attention import (
     unmasked_name,
 )
 from fabrics.models.export import save_model
-from fabrics.pool.eval_tool import begin_batches
+from fabrics.pool.eval_tool import evaluate_batches
 from fabrics.training.flat_model import FlatModel
 from fabrics.training.inner_loop import InnerLoop, accumulate_gradients, backward
 from tests.support.helpers import (
@@ -113,7 +113,7 @@ def test_training_and_evaluation_have_the_bits_of_a_model_with_masks(dtype, monk
         _, probes = accumulate_gradients(working, examples, ExecutionPlan((4, 2)), np.arange(6), True)
         loss = backward(working, examples, np.arange(3))
         with working.evaluating(working.parameters.detach().clone()):
-            sums = begin_batches(working, examples, 4, [0, 1]).sums
+            sums = evaluate_batches(working, examples, 4, [0, 1]).sums
         assert not sums.requires_grad
         found.append((working.gradient, *(probe.squared_norms for probe in probes), loss, sums))
     assert all(map(torch.equal, *found))
@@ -138,7 +138,7 @@ def test_inner_steps_and_evaluation_read_no_values(examples):
             steps._step()
         accumulate_gradients(working, examples, ExecutionPlan((4, 4)), np.arange(8), True)
         with working.evaluating(trainer.parameters):
-            begin_batches(working, examples, 4, [0, 1])
+            evaluate_batches(working, examples, 4, [0, 1])
     assert steps.done == 5
     assert readings.found == []
 

@@ -15,7 +15,7 @@ from fabrics.config_checks import CHECKS
 from fabrics.data.examples import PackedSequences
 from fabrics.models.attention import ARCHITECTURES
 from fabrics.models.initialisation import recompute_activations
-from fabrics.pool.eval_tool import begin_batches
+from fabrics.pool.eval_tool import evaluate_batches
 from fabrics.training.flat_model import FlatModel
 from fabrics.training.inner_loop import accumulate_gradients
 from tests.support.helpers import (
@@ -59,7 +59,7 @@ def found_by(module, chunk: int | None, recomputes: bool = False, probe: bool = 
     model = FlatModel(module, CPU, loss_chunk_tokens=chunk)
     examples = WithPadding(random_sequences(7, TOKENS))
     loss, probes = accumulate_gradients(model, examples, PLAN, np.arange(7), probe)
-    evaluated = begin_batches(model, examples, 4, [0, 1]).sums
+    evaluated = evaluate_batches(model, examples, 4, [0, 1]).sums
     return loss, step_estimate(probes) if probe else None, model.gradient, evaluated
 
 
@@ -104,7 +104,7 @@ def test_no_tensor_has_the_logits_of_more_than_a_chunk():
     for chunk in (None, 2):
         model = FlatModel(tiny_llama(vocab_size=20_000), CPU, loss_chunk_tokens=chunk)
         trained = partial(accumulate_gradients, model, examples, ExecutionPlan((8,)), np.arange(8), False)
-        evaluated = partial(begin_batches, model, examples, 8, [0])
+        evaluated = partial(evaluate_batches, model, examples, 8, [0])
         sizes.append([largest_tensor(work) / 8 / 20_000 for work in (trained, evaluated)])
     assert sizes == [[TOKENS, TOKENS], [2, 2]]
 

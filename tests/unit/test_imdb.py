@@ -158,7 +158,7 @@ def test_a_pretrained_berts_head_is_drawn_anew_identically_or_per_trainer(folder
         elif name != "classifier.bias":
             assert tensor.equal(old[name])
             assert tensor.equal(other[name])
-    assert again.models[CPU].module.config.id2label == {0: "neg", 1: "pos"}
+    assert again.model.module.config.id2label == {0: "neg", 1: "pos"}
 
 
 def test_a_model_with_another_number_of_classes_is_refused(folder):

@@ -205,7 +205,7 @@ def test_a_run_trains_and_sends_adapters_and_leaves_a_folder_that_loads(make, ba
     cluster = Cluster(config, data)
     frozen = {
         name: tensor.clone()
-        for name, tensor in cluster.models[CPU].module.state_dict().items()
+        for name, tensor in cluster.model.module.state_dict().items()
         if "down" not in name and "up." not in name
     }
     recorder = Recorder()
@@ -217,7 +217,7 @@ def test_a_run_trains_and_sends_adapters_and_leaves_a_folder_that_loads(make, ba
     assert cluster.counters.bytes_communicated == 3 * 2 * 2 * 4 * elements
     assert recorder.rounds[-1].evaluations[0].loss < recorder.initial[0].loss - 0.1
     for name, tensor in frozen.items():
-        assert cluster.models[CPU].module.state_dict()[name].equal(tensor)
+        assert cluster.model.module.state_dict()[name].equal(tensor)
 
     folders = cluster.save_models(tmp_path, recorder)
     for trainer, folder in folders.items():

@@ -198,7 +198,7 @@ def test_the_memory_of_state_and_rounds_is_set_aside(monkeypatch, values, owners
     monkeypatch.setattr(max_batch, "calculate_max_batch", calculate)
     config = make_config(model_config=TINY_ARCHITECTURE, max_batch_size=None, **values)
     cluster = Cluster(config, tiny_data(), _Sharing(owners))
-    size = cluster.models[CPU].parameters.nbytes
+    size = cluster.model.parameters.nbytes
     state = sum(tensor.nbytes for group in cluster.tensors().values() for tensor in group.values())
     per_worker = 3 if values.get("communication_dtype") == "int8" else 2
     assert state >= size * (2 * len(cluster.trainers) + per_worker * 4)

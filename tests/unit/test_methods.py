@@ -232,7 +232,7 @@ def test_a_fragment_under_way_arrives_in_the_next_round_however_long_that_is():
     """Workers with mixing 0 agree on a fragment once it has arrived, and differ before and later."""
     parameters = {"fragments": 2, "delay": 2, "mixing": 0.0}
     trainer = trainer_of(2, distributed_algo="StreamingDiLoCo", synchronisation=parameters)
-    parts = layer_fragments(trainer.worker_group.first_model.blocks, 2)
+    parts = layer_fragments(trainer.worker_group.model.blocks, 2)
     states = []
     for inner_steps in (6, 1, 1, 2, 5):
         train(trainer, 1, inner_steps)
@@ -275,7 +275,7 @@ def assert_merged(trainers: tuple[Trainer, Trainer], expected: Sequence[torch.Te
 def test_streaming_sends_what_is_left_of_every_fragment_before_a_merge():
     """Fragment 0 was sent two inner steps ago; its velocity is mu v + D, and it moves by lr (D + mu (mu v + D))."""
     trainers, expected = apart(distributed_algo="StreamingDiLoCo", synchronisation={"delay": 1}), []
-    part, _ = layer_fragments(trainers[0].worker_group.first_model.blocks, 2)
+    part, _ = layer_fragments(trainers[0].worker_group.model.blocks, 2)
     for trainer in trainers:
         x, velocity = trainer.parameters.clone(), trainer.shared["velocity"]
         copies = torch.stack([worker.state[COPY] for worker in trainer.workers.values()])
@@ -320,7 +320,7 @@ def test_streaming_keeps_the_error_of_every_fragment():
     for each in (trainer, exact):
         train(each, 1, 4)
     error = trainer.workers[0].state[ERROR]
-    for part in layer_fragments(trainer.worker_group.first_model.blocks, 2):
+    for part in layer_fragments(trainer.worker_group.model.blocks, 2):
         assert error[part[0]].abs().max() > 0
     assert 0 < (trainer.parameters - exact.parameters).abs().max() < 1e-3
 
@@ -394,7 +394,7 @@ def test_the_rounding_error_of_a_coefficient_stays_in_the_momentum():
     train(trainer, 1, 1)
     for index, worker in trainer.workers.items():
         before = 0.01 * torch.from_numpy(problem.gradient(index, 0, problem.start))
-        for each in trainer.worker_group.method.matrices(trainer.worker_group.first_model.blocks):
+        for each in trainer.worker_group.method.matrices(trainer.worker_group.model.blocks):
             coefficients = each.coefficients(before)
             left = each.coefficients(worker.state["momentum"])
             torch.testing.assert_close(left, coefficients - coefficients.bfloat16(), rtol=0, atol=1e-15)

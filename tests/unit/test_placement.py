@@ -12,7 +12,7 @@ from utils.distributed.devices import (
     Rank,
     Site,
     Slot,
-    check_one_gpu,
+    check_one_device,
     gpus_of_their_own,
     own_device,
     shard_group_sites,
@@ -124,11 +124,13 @@ def test_impossible_placements_are_refused():
         share_out(sites("ab", "b"), 1)
 
 
-def test_a_process_with_several_gpus_is_refused():
-    check_one_gpu(share_out(sites("ab", "ab"), 2))
-    check_one_gpu(share_out([Site(0, 0, {"cpu": "cpu"})], 4))
-    with pytest.raises(ValueError, match="rank 0 has 2 GPUs \\(cuda:0, cuda:1\\)"):
-        check_one_gpu(share_out(sites("ab"), 1))
+def test_a_process_with_several_devices_is_refused():
+    check_one_device(share_out(sites("ab", "ab"), 2))
+    check_one_device(share_out([Site(0, 0, {"cpu": "cpu"})], 4))
+    with pytest.raises(ValueError, match="rank 0 has 2 devices \\(cuda:0, cuda:1\\)"):
+        check_one_device(share_out(sites("ab"), 1))
+    with pytest.raises(ValueError, match="rank 0 has 2 devices"):
+        check_one_device(share_out([Site(0, 0, {"cpu": "cpu", "GPU-a": "cuda:0"})], 1))
 
 
 def test_the_rank_comes_from_the_environment(monkeypatch):

@@ -111,7 +111,7 @@ def test_processes_are_put_together_by_machine():
 
 
 def entered(folder: Path, code: Code, first_round: int, state=None) -> Invocations:
-    origin = Origin("python run.py", "2026-01-02T03:04:05+00:00", code, machines([machine([CPU])] * 2))
+    origin = Origin("python run.py", "2026-01-02T03:04:05+00:00", code, machines([machine(CPU)] * 2))
     invocations = Invocations(folder, folder / "summary.json", origin, state)
     invocations.begin(first_round)
     (folder / "summary.json").write_text(json.dumps({"invocations": invocations.entries}))

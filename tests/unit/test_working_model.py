@@ -8,7 +8,7 @@ import torch
 from algorithms.batch.per_example import step_estimate
 from fabrics.data.examples import PackedSequences
 from fabrics.models.initialisation import compile_mode
-from fabrics.pool.eval_tool import begin_batches
+from fabrics.pool.eval_tool import evaluate_batches
 from fabrics.training.flat_model import FlatModel
 from fabrics.training.inner_loop import backward, probed_backward
 from tests.support.helpers import CPU, light_cluster, make_config, random_sequences, tiny_llama
@@ -20,7 +20,7 @@ def test_autocast_computes_in_bfloat16_and_keeps_everything_else_in_float32():
     exact = FlatModel(tiny_llama(dtype=torch.float32), CPU)
     examples = PackedSequences(random_sequences(8))
     batch = {"input_ids": examples.batch([0, 1], CPU)["input_ids"]}
-    for model in (working, light_cluster(autocast="bfloat16").models.first):
+    for model in (working, light_cluster(autocast="bfloat16").model):
         assert model.logits(batch).dtype == torch.bfloat16
     assert not torch.is_autocast_enabled("cpu")
     for model in (working, exact):
@@ -75,7 +75,7 @@ def test_a_compiled_model_gives_the_same_gradients_and_statistics(monkeypatch):
         _, probe = probed_backward(working, examples, range(5))
         backward(working, examples, range(3))
         backward(working, examples, range(8))
-        begin_batches(working, examples, 4, [0, 1])
+        evaluate_batches(working, examples, 4, [0, 1])
         found.append((first, step_estimate([probe]).variance))
     assert ran == [2, 5, 3, 8]  # first of all for two examples, and neither the pass with hooks nor evaluation
     assert len(graphs) == 1
@@ -103,9 +103,9 @@ def test_compile_model_auto_decides_by_device_and_size(key, device, parameters, 
 
 
 def test_compile_model_compiles_or_is_refused_without_a_compiler(monkeypatch):
-    assert light_cluster().models.first._compiled_module is None
-    assert light_cluster(compile_model="auto").models.first._compiled_module is None
-    assert light_cluster(compile_model=True).models.first._compiled_module is not None
+    assert light_cluster().model._compiled_module is None
+    assert light_cluster(compile_model="auto").model._compiled_module is None
+    assert light_cluster(compile_model=True).model._compiled_module is not None
     with pytest.raises(ConfigError, match="compile_model: must be true or false on CPUs, got reduce-overhead"):
         light_cluster(compile_model="reduce-overhead")
     monkeypatch.setenv("CXX", "no-such-compiler")

@@ -10,17 +10,16 @@ import torch
 Use = tuple[str, int, int, int, int]
 
 
-def memory_use(devices: Sequence[torch.device]) -> list[Use]:
-    """Measure the memory that this process uses on the host and on its GPUs."""
+def memory_use(device: torch.device) -> list[Use]:
+    """Measure the memory that this process uses on the host and on its device, if that is a GPU."""
     resident = psutil.Process().memory_info().rss
     uses = [("process", resident, resident, _peak_resident(resident), psutil.virtual_memory().total)]
-    for device in devices:
-        if device.type == "cuda":
-            allocated = torch.cuda.memory_allocated(device)
-            reserved = torch.cuda.memory_reserved(device)
-            peak = torch.cuda.max_memory_allocated(device)
-            total = torch.cuda.get_device_properties(device).total_memory
-            uses.append((str(device), allocated, reserved, peak, total))
+    if device.type == "cuda":
+        allocated = torch.cuda.memory_allocated(device)
+        reserved = torch.cuda.memory_reserved(device)
+        peak = torch.cuda.max_memory_allocated(device)
+        total = torch.cuda.get_device_properties(device).total_memory
+        uses.append((str(device), allocated, reserved, peak, total))
     return uses
 
 

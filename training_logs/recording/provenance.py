@@ -73,13 +73,12 @@ def _cpu_model() -> str:
     return names[0] if names else platform.processor() or platform.machine()
 
 
-def machine(devices: Iterable[torch.device]) -> dict:
-    """Describe this machine and the GPUs that this process trains on, as JSON values."""
+def machine(device: torch.device) -> dict:
+    """Describe this machine and, if it is a GPU, the device that this process trains on, as JSON values."""
     gpus = {}
-    for device in devices:
-        if device.type == "cuda":
-            properties = torch.cuda.get_device_properties(device)
-            gpus[identity(device)] = {"name": properties.name, "memory_bytes": properties.total_memory}
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        gpus[identity(device)] = {"name": properties.name, "memory_bytes": properties.total_memory}
     return {
         "host": platform.node(),
         "cpu": _cpu_model(),

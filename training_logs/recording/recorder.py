@@ -162,7 +162,7 @@ class RunRecorder(Observer):
             self.warn(warning)
         outer_steps = run.counters.outer_steps
         self._attempt("changes.patch", self._invocations.begin, outer_steps + 1)
-        self._log_memory("before training", outer_steps, [memory_use(run.devices)])
+        self._log_memory("before training", outer_steps, [memory_use(run.model.device)])
         if initial:
             self._initial_metric = sum(evaluation.metric for evaluation in initial.values()) / len(initial)
         evaluating = run.counters.evaluation_seconds if initial else 0.0
@@ -181,7 +181,7 @@ class RunRecorder(Observer):
             rest = ", the last: nothing is left to train" if run.finished else ""
             logger.info("resumed after round %d%s", outer_steps, rest)
         logger.info("run folder: %s", self.folder)
-        if run.models.first.compiled:
+        if run.model.compiled:
             logger.info("the first inner steps also compile the model: minutes for a large one")
 
     def on_round_start(self, outer_step: int, progress: float, steps: int) -> None:
@@ -247,7 +247,7 @@ class RunRecorder(Observer):
         for bar in (self._steps_bar, self._rounds_bar):
             if bar is not None:
                 bar.close()
-        self._log_memory("end", run.counters.outer_steps, [memory_use(run.devices)])
+        self._log_memory("end", run.counters.outer_steps, [memory_use(run.model.device)])
         for log in (*self._tables.values(), self._nodes.csv):  # no further round would write rows that still wait
             self._attempt(log.path.name, log.append, [])
         summary = self._summary(run, final, status)

@@ -190,16 +190,15 @@ def own_device(devices: Sequence[T], rank: Rank) -> T:
     return devices[rank.local]
 
 
-def check_one_gpu(slots: Sequence[Slot]) -> None:
-    """Raise a ValueError if a process owns nodes on several GPUs: it would use them one after the other."""
-    gpus: dict[int, set[str]] = {}
+def check_one_device(slots: Sequence[Slot]) -> None:
+    """Raise a ValueError if a process owns nodes on several devices: it would use them one after the other."""
+    devices: dict[int, set[str]] = {}
     for slot in slots:
-        if slot.device.startswith("cuda"):
-            gpus.setdefault(slot.owner, set()).add(slot.device)
-    for owner, names in gpus.items():
+        devices.setdefault(slot.owner, set()).add(slot.device)
+    for owner, names in devices.items():
         if len(names) > 1:
             raise ValueError(
-                f"rank {owner} has {len(names)} GPUs ({', '.join(sorted(names))}) and would use them one after the "
+                f"rank {owner} has {len(names)} devices ({', '.join(sorted(names))}) and would use them one after the "
                 f"other. Start one process for each (processes: auto, or torchrun), or name one in devices"
             )
 

@@ -28,7 +28,7 @@ from utils.distributed.devices import (
     Rank,
     Site,
     Slot,
-    check_one_gpu,
+    check_one_device,
     gpus_of_their_own,
     identity,
     own_device,
@@ -116,12 +116,12 @@ class Processes:
         if devices_per_node > 1:
             sites = shard_group_sites(sites, devices_per_node, place)
         slots = share_out(sites, nodes_per_device)
-        check_one_gpu(slots)
+        check_one_device(slots)
         self.devices = tuple(torch.device(slot.device) for slot in slots)
         self.groups = tuple(slot.group for slot in slots)
         self._owners = tuple(slot.owner for slot in slots)
         self.devices_here = devices_per_node * len({slot.group for slot in slots if slot.owner in here})
-        device = self.own_devices[0]
+        device = self.own_device
         if device.type == "cuda":
             torch.cuda.set_device(device)
         if self.count > 1:
@@ -187,9 +187,9 @@ class Processes:
         return self._transport.moved if self._transport is not None else 0
 
     @property
-    def own_devices(self) -> list[torch.device]:
-        """The devices of this process's nodes, each once."""
-        return list(dict.fromkeys(device for node, device in enumerate(self.devices) if self.owns(node)))
+    def own_device(self) -> torch.device:
+        """The device of this process's nodes."""
+        return next(device for node, device in enumerate(self.devices) if self.owns(node))
 
     def owns(self, node: int) -> bool:
         return self._owners[node] == self._rank.number
