@@ -5,6 +5,7 @@ after how many further inner steps. Nodes without a common exchange do not affec
 """
 
 import dataclasses
+import random
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -24,18 +25,6 @@ def joined(events: Iterable[Event]) -> list[Event]:
             )
         found[key] = event
     return sorted(found.values(), key=lambda event: event.step)
-
-
-def meetings(nodes: Sequence[int], size: int, turn: int) -> list[list[int]]:
-    """The groups of a turn, so that over the turns every node meets every other (circle method); a single one rests."""
-    first, *rest = nodes
-    if size == 2 and len(nodes) % 2:
-        rest.append(None)
-    turn %= max(len(rest), 1)
-    circle = [first, *rest[turn:], *rest[:turn]]
-    folded = [circle[-1 - place // 2 if place % 2 else place // 2] for place in range(len(circle))]
-    groups = [folded[start : start + size] for start in range(0, len(folded), size)]
-    return [group for group in groups if len(group) > 1 and None not in group]
 
 
 @dataclass
@@ -175,7 +164,10 @@ class Clocks:
         """Start an exchange on the links of the senders. Where only some workers send, each waits only for itself."""
         senders = [node for worker, node in nodes.items() if event.by is None or worker in event.by]
         if event.through.startswith("groups of "):
-            groups = meetings(senders, int(event.through.removeprefix("groups of ")), self._turns)
+            size = int(event.through.removeprefix("groups of "))
+            order = random.Random(self._turns).sample(senders, len(senders))
+            groups = [order[start : start + size] for start in range(0, len(order), size)]
+            groups = [group for group in groups if len(group) > 1]  # a single node rests
             self._turns += 1
         elif event.by is not None and event.behind == 0:
             groups = [[node] for node in senders]

@@ -171,8 +171,8 @@ class Group:
                 gradients are encoded without it; parameters and monitored scalars are sent exactly.
             behind: inner steps that may be made before anybody waits for it.
             part: the part of the flat tensors that is averaged; None: all.
-            weights: of the workers that send theirs to a server, by number, which answers with as many elements,
-                exactly; None: all send, to each other.
+            weights: of the workers that send theirs to a server, by number, which answers with as many elements. Their
+                bytes count as float32, though the mean is rounded as without a server; None: all send, to each other.
         """
         like = self.shared["parameters"] if like is None else like
         encoding = PLAIN if kind in ("monitor", "parameters") else self._encoding

@@ -90,6 +90,8 @@ class LoCoDL(Method):
             self._communicate(group, generator)
 
     def _communicate(self, group: Group, generator: torch.Generator) -> None:
+        if group.inner.learning_rate == 0.0:  # a warm-up of the library's user: nothing has moved
+            return
         y = group.shared["parameters"]
         workers = len(group.weights)
         size = len(y)

@@ -19,7 +19,7 @@ class NoLoCo(Method):
 
     The means over a group are unweighted. The paper's eq. 2 has a minus before the first; the authors' code
     (src/noloco/sparse_optimizer_c.py) has the plus, as here, and with the minus it diverges. The weighted mean of all
-    x_i is evaluated, saved and merged. Rounding affects only what others receive: a worker uses its own x_i exactly.
+    x_i is evaluated, saved and merged. A worker uses its own x_i exactly; moves are rounded for all, its own too.
 
     Attributes:
         group: workers in a group.

@@ -181,24 +181,30 @@ class RoundScheduler:
             working = min(nodes, sum(len(trainer.nodes) for trainer in trainers))
         group = next(iter(trainers)).worker_group
         sizes = exchange_sizes(config, group.method, group.model)
-        ahead = rounds_ahead(
-            len(trainers), working, counters.outer_steps + 1, config.merge_frequency, config.merge_count, sizes
-        )
-
-        used = counters.used(self._budget.unit)
-        progress = counters.examples / (counters.examples + examples_left)
-        joining = self._joining_workers(trainers, nodes, working, progress)
-        if joining:
-            used += self._budget.cost(redistribution_exchange(joining, joining * sizes.joining))
         computing = None
         if counters.seconds_per_example is not None:
             computing = counters.seconds_per_example * examples_left
-        rounds, missing = affordable_rounds(self._budget, used, computing, ahead, examples_left)
+
+        def affordable(used: float) -> tuple[int, float]:
+            ahead = rounds_ahead(
+                len(trainers), working, counters.outer_steps + 1, config.merge_frequency, config.merge_count, sizes
+            )
+            return affordable_rounds(self._budget, used, computing, ahead, examples_left)
+
+        used = counters.used(self._budget.unit)
+        rounds, missing = affordable(used)
         if not self._warned:
             warning = self._shortfall(rounds, missing)
             if warning is not None:
                 self._warned = True
                 warn(warning)
+        progress = counters.examples / (counters.examples + examples_left)
+        joining = self._joining_workers(trainers, nodes, working, progress)
+        if joining:
+            sent = joining * sizes.joining + sizes.settling(working)
+            reserve = self._budget.cost(redistribution_exchange(joining, sent))
+            # Without rounds no batch would grow, and nobody would join.
+            rounds, _ = affordable(used + min(reserve, max(0.0, self._budget.amount - used) / 2))
         return Remaining(counters.outer_steps, rounds, counters.examples, examples_left)
 
     def _examples_left(self, counters: RunCounters, splits: Collection["WorkSplit"]) -> float:

@@ -158,6 +158,8 @@ def test_rounds_of_a_constant_batch_are_equal(budget, expected):
         # One of them will: the largest batch, of a schedule or of a batch test, is one of 12.
         ({"smallest_worker_batch": 4, "sampling_method": "none", "batch_schedule": [[0.9, 12]]}, 0, (20 - 4) // 2),
         ({"smallest_worker_batch": 4, "max_requested_batch": 12}, 0, (20 - 4) // 2),
+        # Six will, for more than there is: half of it is for rounds.
+        ({"smallest_worker_batch": 4, "max_requested_batch": 32, "nodes_per_gpu": 8}, 0, 20 // 2 // 2),
         # None will: the learning rate decays, after which the batch stays.
         ({"smallest_worker_batch": 4, "max_requested_batch": 12}, 600, 20 // 2),
         # All work.

@@ -491,6 +491,17 @@ def test_a_wrong_argument_is_named(arguments, named):
         Regression(**arguments)
 
 
+def test_locodl_waits_for_a_learning_rate_above_zero():
+    model = nn.Linear(4, 1)
+    before = model.weight.detach().clone()
+    worker = adloco.Worker(model, torch.optim.SGD(model.parameters(), lr=0.0), method="LoCoDL", inner_steps=4)
+    while worker.steps < 8:
+        for indices in worker.micro_batches(32):
+            worker.backward(model(torch.ones(len(indices), 4)).square().mean(1))
+        worker.step()
+    assert torch.equal(model.weight, before)
+
+
 def test_models_and_optimizers_that_cannot_be_used_are_refused():
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     with pytest.raises(ValueError, match=r"^model: 1 keeps running statistics"):

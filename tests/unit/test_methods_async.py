@@ -11,7 +11,7 @@ import torch
 
 from algorithms.nodes.balance import forget, in_steps
 from algorithms.nodes.traffic import Event, Link
-from algorithms.nodes.virtual_clock import Clocks, meetings
+from algorithms.nodes.virtual_clock import Clocks
 from algorithms.synchronisation.decoupled import Sent, fragment_round
 from algorithms.synchronisation.delayed_nesterov import leg_round
 from fabrics.training.worker import COPY
@@ -92,14 +92,13 @@ def test_a_node_waits_only_for_exchanges_in_which_it_takes_part():
 
 
 def test_nodes_wait_for_their_whole_group():
-    """Five nodes in groups of three leave a group of two; in pairs, one node rests."""
-    assert sorted(len(group) for group in meetings(range(5), 3, 7)) == [2, 3]
-    assert sorted(len(group) for group in meetings(range(5), 2, 7)) == [2, 2]
-    met = {frozenset(pair) for turn in range(7) for pair in meetings(range(8), 2, turn)}
-    assert len(met) == 8 * 7 / 2
+    """In pairs, one of three nodes rests."""
     clocks = Clocks(Link(8.0, 0.0), 4)
     clocks.round(0, dict(enumerate(range(4))), 1, [1.0, 1.0, 1.0, 5.0], [Event("", 1, 3.0, 3.0, through="groups of 4")])
     assert [spent.waiting for spent in clocks.spent] == [4, 4, 4, 0]
+    clocks = Clocks(Link(8.0, 0.0), 3)
+    clocks.round(0, {0: 0, 1: 1, 2: 2}, 1, [1.0, 1.0, 1.0], [Event("", 1, 3.0, 3.0, through="groups of 2")])
+    assert sorted(spent.exchanging for spent in clocks.spent) == [0, 3, 3]
 
 
 # Against the oracles
