@@ -197,7 +197,7 @@ class Trainer:
             schedule, self.inner_steps_done, self.tokens_done, tokens
         )
         base = base_learning_rate(self._config)
-        base *= self.batch_control.learning_rate_factor(schedule.progress_before, split.effective_batch)
+        base *= self.batch_control.learning_rate_factor(split.effective_batch)
         learning_rates = [base * factor for factor in factors]
         return split.assignments(learning_rates, self._round_key, self._measurement(split))
 

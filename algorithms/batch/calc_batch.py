@@ -191,6 +191,7 @@ class BatchControl:
     def __init__(self, settings: BatchControlSettings, initial_request: int):
         self._settings = settings
         self._first_batch: int | None = None  # effective, of the first round
+        self._progress = 0.0  # of the run, when the request last changed
         self._test = BATCH_TESTS[settings.test]
         self.requested_batch = initial_request
         self._sums = StatisticsSums()
@@ -211,15 +212,15 @@ class BatchControl:
         """Return whether this round, counted from 1, takes gradient statistics."""
         return self._test is not None and round_number >= self._settings.first_round
 
-    def learning_rate_factor(self, progress: float, effective_batch: int) -> float:
-        """Return the factor of the learning rate that the schedule asks for in a round that begins at this progress.
+    def learning_rate_factor(self, effective_batch: int) -> float:
+        """Return the factor of the learning rate that the schedule asks for in the next round.
 
         It follows the batch that is run, which a switch mode may keep below the request.
         """
         schedule = self._settings.schedule
         if schedule is None:
             return 1.0
-        return schedule.rate_factor(progress, effective_batch / (self._first_batch or effective_batch))
+        return schedule.rate_factor(self._progress, effective_batch / (self._first_batch or effective_batch))
 
     def conclude(
         self,
@@ -235,6 +236,7 @@ class BatchControl:
             samples: estimates of the round's samples; empty if nothing was measured.
             between: an estimate from products between the workers, if there is one besides the samples.
             effective_batch: examples of an inner step over all workers.
+            progress: expected after the round, 0 to 1.
 
         Returns:
             The statistics, averaged over the rounds, and None; or those of this round alone and why no test saw them.
@@ -245,6 +247,7 @@ class BatchControl:
         """
         settings = self._settings
         self._first_batch = self._first_batch or effective_batch
+        self._progress = progress
         if settings.schedule is not None:
             scheduled = settings.schedule.request(progress, self.requested_batch)
             self.requested_batch = min(scheduled, largest_request)
@@ -271,10 +274,12 @@ class BatchControl:
         return {
             "requested_batch": self.requested_batch,
             "first_batch": self._first_batch,
+            "progress": self._progress,
             "statistics": dataclasses.asdict(self._sums),
         }
 
     def load_state_dict(self, state: Mapping) -> None:
         self.requested_batch = state["requested_batch"]
         self._first_batch = state["first_batch"]
+        self._progress = state["progress"]
         self._sums = StatisticsSums(**state["statistics"])

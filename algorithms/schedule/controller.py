@@ -65,7 +65,7 @@ class Situation:
         synchronous: workers exchange gradients in every inner step, instead of parameters at the end of a round.
         workers: of the round before; 0: there is none.
         batch: of the round before.
-        decays: the learning rate falls; meanwhile workers and batch stay.
+        decays: the last part of the run, in which a learning rate decays; meanwhile workers and batch stay.
     """
 
     speeds: tuple[float, ...]

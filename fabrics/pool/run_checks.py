@@ -95,11 +95,6 @@ def check_statistics(config: Config, nodes: Sequence[Node], smallest_subset: int
                 f"participants: across_workers needs two workers of a trainer in every round, got "
                 f"{config.participants} of {workers}; use per_example, or a larger share"
             )
-    elif smallest_batch < 2:
-        raise ConfigError(
-            "max_batch_size: statistics_estimator per_example needs at least 2 examples at a time, got 1; "
-            "use across_workers, or sampling_method: none"
-        )
     elif config.statistics_batch_size > smallest_subset:
         raise ConfigError(
             f"statistics_batch_size: must be at most the {smallest_subset} examples of a trainer's subset or share, "
@@ -112,10 +107,10 @@ def check_inner_products(config: Config, nodes_per_trainer: int) -> None:
     method = config.sampling_method
     if method not in NEED_INNER_PRODUCTS:
         return
-    if config.batch_test_confidence > 0.0 and config.statistics_smoothing == 0.0:
+    if config.batch_test_confidence > 0.0 and config.statistics_smoothing <= 0.5:
         raise ConfigError(
-            f"batch_test_confidence: must be 0 for {method} without statistics_smoothing, "
-            f"got {config.batch_test_confidence}: one round does not tell the error"
+            f"batch_test_confidence: must be 0 for {method} without a statistics_smoothing above 0.5, "
+            f"got {config.batch_test_confidence}: few rounds do not tell the error"
         )
     if config.statistics_estimator == "per_example":
         if config.statistics_batch_size < 5:

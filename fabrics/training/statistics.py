@@ -153,6 +153,8 @@ def samples_for_test(
         batches = [max((sample.examples for sample in worker.samples), default=1) for worker in present]
         between = across_workers_estimate(moments, batches)
     samples = [sample for worker in present for sample in worker.samples]
-    if config.compares_devices and not samples:
-        return samples, between, "across_devices needs two examples of a step in a worker, and no worker had them"
-    return samples, between, None
+    problem = None
+    if not samples:
+        estimator = config.statistics_estimator
+        problem = f"{estimator} needs two examples of a step or of a probe batch in a worker, and no worker had them"
+    return samples, between, problem

@@ -64,15 +64,26 @@ def test_critical_batch_warmup_takes_43_percent_fewer_steps():
     assert [schedule.rate_factor(0.5, growth) for growth in (1, 2, 4)] == pytest.approx([1.0, math.sqrt(2), 2.0])
 
 
+def test_seesaws_learning_rate_falls_where_the_batch_has_doubled():
+    """However the next round's progress differs from what the last one expected."""
+    parameters = BatchTestParameters(0.8, 0.9, 5.84, False, 0.0)
+    schedule = BatchSchedule([(0.5, 32.0)], scales_rate=True, halves_rate=True)
+    control = BatchControl(BatchControlSettings("none", parameters, None, 1, 0.0, None, schedule), 16)
+    control.conclude([], None, 16, 0.49, 64)
+    assert (control.requested_batch, control.learning_rate_factor(16)) == (16, 1.0)
+    control.conclude([], None, 16, 0.5, 64)
+    assert (control.requested_batch, control.learning_rate_factor(32)) == (32, pytest.approx(math.sqrt(0.5)))
+
+
 def test_the_learning_rate_follows_the_batch_that_is_run():
     parameters = BatchTestParameters(0.8, 0.9, 5.84, False, 0.0)
     settings = BatchControlSettings("none", parameters, None, 1, 0.0, None, critical_batch(16))
     control = BatchControl(settings, 16)
-    assert control.learning_rate_factor(0.0, 8) == 1.0
+    assert control.learning_rate_factor(8) == 1.0
     control.conclude([], None, 8, 0.8, 40)
     assert control.requested_batch == 40
     again = BatchControl(settings, 16)
     again.load_state_dict(control.state_dict())
     for each in (control, again):
-        assert each.learning_rate_factor(0.8, 20) == pytest.approx(math.sqrt(2.5))
-        assert each.learning_rate_factor(0.8, 8) == 1.0  # the switch mode runs no more than the max batch
+        assert each.learning_rate_factor(20) == pytest.approx(math.sqrt(2.5))
+        assert each.learning_rate_factor(8) == 1.0  # the switch mode runs no more than the max batch

@@ -223,6 +223,11 @@ SPEEDS = TOKENS | {"node_speeds": [1, 1, 0.5, 0.25]}
             {"smallest_worker_batch": 5, "statistics_estimator": "across_workers", "INITIAL_BATCH_SIZE": 9},
             ["smallest_worker_batch"],
         ),
+        (
+            {"smallest_worker_batch": 4, "statistics_estimator": "across_workers", "INITIAL_BATCH_SIZE": 8}
+            | {"sampling_method": "inner_product_test"},
+            ["smallest_worker_batch"],
+        ),
         (TOKENS | {"communication_budget": 9, "byte_budget": 10**9}, ["communication_budget, byte_budget"]),
         ({"byte_budget": 10**9}, ["byte_budget", "number_of_outer_steps"]),
         (TOKENS | {"time_budget": 60}, ["time_budget"]),

@@ -20,6 +20,7 @@ from tests.support.helpers import (
     CPU,
     TINY_ARCHITECTURE,
     LocalProcesses,
+    Recorder,
     make_config,
     padded,
     random_sequences,
@@ -115,10 +116,10 @@ def test_a_pass_of_a_shard_group_that_does_not_fit_asks_for_the_key(monkeypatch)
 @pytest.mark.parametrize(
     ("settings", "key"),
     [
-        ({"max_batch_size": 1}, "max_batch_size: .* at least 2"),
         ({"statistics_batch_size": 25}, "statistics_batch_size: .* 24 .* got 25"),
         ({"statistics_estimator": "across_workers"}, "statistics_estimator: .* got 4"),
         (INNER_PRODUCTS | {"batch_test_confidence": 2.0}, "batch_test_confidence: .* 0 "),
+        (INNER_PRODUCTS | {"batch_test_confidence": 2.0, "statistics_smoothing": 0.5}, "batch_test_confidence: .* 0 "),
         (INNER_PRODUCTS | {"statistics_batch_size": 4}, "statistics_batch_size: .* 5 "),
         (INNER_PRODUCTS | {"statistics_estimator": "across_workers", "debias": True}, "debias: .* false"),
         (INNER_PRODUCTS | {"statistics_estimator": "across_workers"}, "statistics_estimator: .* got 2"),
@@ -127,6 +128,14 @@ def test_a_pass_of_a_shard_group_that_does_not_fit_asks_for_the_key(monkeypatch)
 def test_statistics_that_could_never_be_taken_are_refused(settings, key):
     with pytest.raises(ConfigError, match=f"^{key}"):
         tiny_cluster(**settings)
+
+
+def test_micro_batches_of_one_example_give_the_statistics_of_larger_ones():
+    settings = {"INITIAL_BATCH_SIZE": 8, "switch_mode": "only_gradient_accumulation", "number_of_initial_trainers": 1}
+    clusters = [tiny_cluster(**settings, max_batch_size=size) for size in (1, 8)]
+    one, eight = (cluster.run_round(Recorder()).reports[0].statistics for cluster in clusters)
+    assert one.variance == pytest.approx(eight.variance, rel=1e-4)
+    assert one.squared_norm == pytest.approx(eight.squared_norm, rel=1e-3)
 
 
 @pytest.mark.parametrize(

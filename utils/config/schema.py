@@ -380,10 +380,11 @@ class Nodes(Section):
     def check(self) -> list[str]:
         found = []
         smallest = self.smallest_worker_batch
-        if smallest and self.compares_workers and self.INITIAL_BATCH_SIZE < 2 * smallest:
+        fewest = 3 if self.sampling_method.endswith("inner_product_test") else 2
+        if smallest and self.compares_workers and self.INITIAL_BATCH_SIZE < fewest * smallest:
             found.append(
-                f"smallest_worker_batch: across_workers needs two workers from the first round on, and so an "
-                f"INITIAL_BATCH_SIZE of {2 * smallest} at least, got {self.INITIAL_BATCH_SIZE}"
+                f"smallest_worker_batch: across_workers needs {fewest} workers from the first round on, and so an "
+                f"INITIAL_BATCH_SIZE of {fewest * smallest} at least, got {self.INITIAL_BATCH_SIZE}"
             )
         if self.balance == "batch" and smallest is not None:
             found.append(f"smallest_worker_batch: must be null with balance batch, got {smallest}")
