@@ -4,7 +4,7 @@ import pytest
 
 from fabrics.config_checks import CHECKS
 from fabrics.planning import memory_choice
-from fabrics.planning.estimate import ACTIVATIONS, Resources, estimate
+from fabrics.planning.estimate import ACTIVATIONS, Estimate, Resources
 from fabrics.planning.memory_choice import MemoryOption, cheapest, with_chosen_memory
 from run import train
 from tests.support.helpers import CPU, TINY_ARCHITECTURE, LocalProcesses, make_config
@@ -51,7 +51,7 @@ ALONE = {
 
 
 def needed(**values) -> int:
-    return estimate(make_config(**(ALONE | values))).device_bytes
+    return Estimate(make_config(**(ALONE | values))).device_bytes
 
 
 @pytest.mark.parametrize(
@@ -63,7 +63,7 @@ def test_no_more_is_turned_on_than_fits(on):
     assert (config.activation_checkpointing, config.loss_chunk_tokens, config.offload_outer_state, config.memory) == (
         on.get("activation_checkpointing"), on.get("loss_chunk_tokens"), None, None,
     )  # fmt: skip
-    assert estimate(config, Resources(1, memory)).device_bytes == memory
+    assert Estimate(config, Resources(1, memory)).device_bytes == memory
     assert line.endswith(" a device, estimated for micro-batches of 4")
 
 
@@ -87,18 +87,18 @@ def test_moments_wait_in_host_memory_only_where_workers_take_turns():
     fixed = {"activation_checkpointing": False, "loss_chunk_tokens": False, "offload_outer_state": False}
     for trainers, chosen in ((4, True), (1, None)):
         values = ALONE | fixed | {"number_of_initial_trainers": trainers, "devices": ["cuda:0"]}
-        plain = estimate(make_config(**values))
+        plain = Estimate(make_config(**values))
         moments = plain.memory["state of the inner optimizer"] // trainers
         memory = plain.device_bytes - (trainers - 1) * moments
         config, _ = with_chosen_memory(make_config(**values, memory="auto"), Resources(1, memory), on_gpus=True)
         assert config.offload_moments is chosen
-        found = estimate(config, Resources(1, memory))
+        found = Estimate(config, Resources(1, memory))
         assert (found.device_bytes, found.memory["state of the inner optimizer"]) == (memory, moments)
 
 
 def test_state_goes_to_host_memory_only_where_the_host_has_room():
     values = ALONE | {"activation_checkpointing": False, "loss_chunk_tokens": False, "devices": ["cuda:0"]}
-    offloaded = estimate(make_config(**values, offload_outer_state=True))
+    offloaded = Estimate(make_config(**values, offload_outer_state=True))
     auto = make_config(**values, memory="auto")
     for room, chosen in ((0, True), (-1, None)):
         resources = Resources(1, offloaded.device_bytes, host_memory=offloaded.host_bytes + room)
@@ -113,7 +113,7 @@ def test_state_goes_to_host_memory_only_where_the_host_has_room():
 def test_processes_that_share_a_device_are_counted():
     """Four processes with a node each need four working models; `processes` says nothing of torchrun's."""
     values = ALONE | {"nodes_per_gpu": 4, "devices": ["cuda:0"]}
-    alone, shared = (estimate(make_config(**values), Resources(1, processes=count)).memory for count in (1, 4))
+    alone, shared = (Estimate(make_config(**values), Resources(1, processes=count)).memory for count in (1, 4))
     for part in ("parameters of the working model", "its gradients", ACTIVATIONS):
         assert shared[part] == 4 * alone[part]
 
@@ -129,7 +129,7 @@ def test_a_run_records_the_keys_that_were_chosen(tmp_path, cache_dir, monkeypatc
     model = SHORT["model_config"] | {"num_hidden_layers": 4}
     values = {"model_config": model, "eval_batch_size": 1, "padding_percentage": 1.0, "number_of_outer_steps": 1}
     path = write_config(tmp_path, cache_dir, **values)
-    memory = estimate(load_config(path, ["activation_checkpointing=true"], CHECKS)[0]).device_bytes
+    memory = Estimate(load_config(path, ["activation_checkpointing=true"], CHECKS)[0]).device_bytes
     monkeypatch.setattr(memory_choice, "device_memory", lambda device: (memory, 0))
     run = train(path, memory="auto")
     recorded, _ = load_config(run.folder / "config.yaml", [], CHECKS)

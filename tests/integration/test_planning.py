@@ -20,7 +20,7 @@ from fabrics.config_checks import CHECKS
 from fabrics.data.examples import PackedSequences
 from fabrics.models.initialisation import flops_per_token, meta_model
 from fabrics.planning.command import parse_count, parse_link, parse_memory, parse_positive
-from fabrics.planning.estimate import Resources, activation_bytes, cast_bytes, estimate
+from fabrics.planning.estimate import Estimate, Resources, activation_bytes, cast_bytes
 from fabrics.pool.max_batch import bytes_on_cpu
 from fabrics.sharding.sharded_model import gathered_elements
 from fabrics.training.flat_model import FlatModel
@@ -45,7 +45,7 @@ ALONE = {"number_of_initial_trainers": 1, "nodes_per_gpu": 1}
 
 
 def estimated(resources: Resources | None = None, **values):
-    return estimate(make_config(**(KNOWN | STEADY | values)), resources)
+    return Estimate(make_config(**(KNOWN | STEADY | values)), resources)
 
 
 # Bytes
@@ -57,7 +57,7 @@ def ran(**values):
     cluster.train(Recorder())
     vocabulary = {"vocab_size": len(cluster.data.tokenizer)}
     values = values | {"model_config": cluster.config.model_config | vocabulary}
-    return estimate(make_config(**(STEADY | values))), cluster.counters
+    return Estimate(make_config(**(STEADY | values))), cluster.counters
 
 
 @pytest.mark.parametrize("method", [name for name in METHODS if METHODS[name]().capabilities.one_exchange])
@@ -256,16 +256,16 @@ def test_the_large_configurations_are_for_nodes_of_8(name, parameters, fits_one_
     """Parameters as TinyLlama 1.1B and OpenLLaMA 3B are published."""
     path = ROOT / "configs" / f"{name}.yaml"
     config, _ = load_config(path, (), CHECKS)
-    assert estimate(config, Resources(devices=64, memory=80 * 10**9)).parameters == parameters
+    assert Estimate(config, Resources(devices=64, memory=80 * 10**9)).parameters == parameters
     one, _ = load_config(path, ("devices_per_node=1", "max_batch_size=2"), CHECKS)
-    needed = estimate(one).device_bytes
+    needed = Estimate(one).device_bytes
     assert (needed < 0.9 * 80e9) is fits_one_device
 
 
 def test_the_range_of_the_demo_holds_what_the_demo_does():
     """29 communications and 64.4 MB, as docs/planning.md says; its four nodes join as the batch grows."""
     config, _ = load_config(ROOT / "config.yaml", (), CHECKS)
-    ranges = estimate(config).ranges
+    ranges = Estimate(config).ranges
     assert ranges["communications"][0] <= 29 <= ranges["communications"][1] < 100
     assert ranges["sent_bytes"][0] <= 64.4e6 <= ranges["sent_bytes"][1] < 2 * 64.4e6
     assert ranges["workers"] == (1, 4)
