@@ -45,7 +45,7 @@ from benchmarks.performance.throughput import (
 from cluster import Cluster
 from fabrics.config_checks import CHECKS
 from fabrics.models.initialisation import flops_per_token
-from fabrics.planning.estimate import estimate
+from fabrics.planning.estimate import Estimate
 from utils.config.reading import parse_config
 from utils.config.schema import Config
 from utils.distributed.processes import program_digest
@@ -150,7 +150,7 @@ def large(config: Config) -> dict:
         "tokens_per_second": measured,
         "mfu": {name: speed * flops / peak for name, speed in measured.items()},
         "peak_bytes": torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None,
-        "planned_bytes": estimate(config).device_bytes,
+        "planned_bytes": Estimate(config).device_bytes,
     }
 
 

@@ -1,10 +1,9 @@
 """`python run.py --plan`: its options, and the estimate as text or JSON."""
 
 import argparse
-import dataclasses
-import math
+import sys
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from algorithms.nodes.traffic import Link
 
@@ -21,38 +20,41 @@ def parse_link(text: str) -> tuple[str, Link]:
         raise argparse.ArgumentTypeError(f"{error}, got {text!r}") from None
 
 
-def parse_memory(text: str) -> int:
-    from pydantic import ByteSize, TypeAdapter
+def parser_of(kind: str, example: str) -> Callable[[str], Any]:
+    """Return a parser of a pydantic type, by name, that refuses everything unlike the example."""
 
-    try:
-        if text.strip()[-1:].isdecimal():  # a number alone would be bytes
-            raise ValueError(text)
-        return int(TypeAdapter(ByteSize).validate_python(text))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"must be a size such as 80GB or 141GiB, got {text!r}") from None
+    def parse(text: str) -> Any:
+        import pydantic
 
+        try:
+            if kind == "ByteSize" and text.strip()[-1:].isdecimal():  # a number alone would be bytes
+                raise ValueError(text)
+            finite = pydantic.ConfigDict(allow_inf_nan=False)
+            return pydantic.TypeAdapter(getattr(pydantic, kind), config=finite).validate_python(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"must be {example}, got {text!r}") from None
 
-def parse_positive(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0.0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"must be a positive number, got {text!r}")
-    return value
+    return parse
 
 
-def parse_count(text: str) -> int:
-    if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"must be a positive integer, got {text!r}")
-    return int(text)
-
+parse_count = parser_of("PositiveInt", "a positive integer")
+parse_positive = parser_of("PositiveFloat", "a positive number")
+parse_memory = parser_of("ByteSize", "a size such as 80GB or 141GiB")
 
 OPTIONS: dict[str, tuple[str, Callable, str]] = {
     "link": ("1Gb/s,20ms", parse_link, "a link between the nodes: rate and latency; may be given several times"),
     "tflops": ("X", parse_positive, "TFLOP/s that a device sustains"),
     "device-memory": ("80GB", parse_memory, "memory of a device; a run that does not fit is refused"),
     "devices": ("N", parse_count, "devices of all machines (default: those of the key devices, or one node's)"),
+}
+
+
+TITLES = {
+    "batch": "requested batch of a trainer",
+    "workers": "workers of a trainer",
+    "flops": "FLOPs",
+    "sent_bytes": "sent",
+    "compute_seconds": "computing",
 }
 
 
@@ -76,7 +78,7 @@ def check_options(parser: argparse.ArgumentParser, options: argparse.Namespace) 
 def print_plan(options: argparse.Namespace) -> None:
     """Print the estimate that the command line asks for; ConfigError: a configuration that a run would refuse."""
     from fabrics.config_checks import CHECKS
-    from fabrics.planning.estimate import Resources, estimate
+    from fabrics.planning.estimate import Estimate, Resources
     from fabrics.planning.memory_choice import with_chosen_memory
     from utils.config.reading import load_config
     from utils.config.schema import ConfigError
@@ -84,18 +86,20 @@ def print_plan(options: argparse.Namespace) -> None:
 
     config, warnings = load_config(given_config(options.config), options.overrides, CHECKS)
     resources = Resources(options.devices, options.device_memory, options.tflops, tuple(options.link or ()))
-    chosen = []
+    notes = [f"warning: {warning}" for warning in warnings]
     if config.memory == "auto":
         if options.device_memory is None:
             raise ConfigError("memory: auto needs --device-memory, as --plan looks at no device")
         on_gpus = not all(name.startswith("cpu") for name in config.devices or ("cuda",))
-        config, line = with_chosen_memory(config, resources, on_gpus)
-        chosen = [line]
-    found = estimate(config, resources)
+        config, choice = with_chosen_memory(config, resources, on_gpus)
+        notes.insert(0, choice)
+    found = Estimate(config, resources)
+    for note in notes:
+        print(note, file=sys.stderr if options.json else sys.stdout)
     if options.json:
-        print(json_text(dataclasses.asdict(found)), end="")
+        print(json_text(found.as_dict()), end="")
         return
-    for line in (*chosen, *_lines(found, config), *(f"warning: {warning}" for warning in warnings)):
+    for line in _lines(found, config):
         print(line)
 
 
@@ -112,34 +116,27 @@ def _lines(found: "Estimate", config: "Config") -> Iterator[str]:
             yield f"  {byte_size(size):>9}  {part}"
     if found.host_bytes:
         yield f"host memory per device: {byte_size(found.host_bytes)}"
-    yield f"requested batch of a trainer: {_range(found, 'batch', _count)} examples"
-    yield f"workers of a trainer: {_range(found, 'workers', _count)}"
-    names = {
-        "rounds": ("rounds", _count),
-        "tokens": ("tokens", _count),
-        "flops": ("FLOPs", lambda value: f"{value:.3g}"),
-        "communications": ("communications", _count),
-        "sent_bytes": ("sent", byte_size),
-        "compute_seconds": ("computing", _duration),
-    }
-    for name in found.ranges:
-        if name in names:
-            title, shown = names[name]
-            yield f"{title}: {_range(found, name, shown)}"
-        elif name.startswith("over "):
-            yield f"sending {name.removesuffix(' seconds')}: {_range(found, name, _duration)}"
+    for name, (least, most) in found.ranges.items():
+        title = TITLES.get(name, name)
+        if name.startswith("over "):
+            title = f"sending {name.removesuffix(' seconds')}"
+        shown = _shown(name, least)
+        if _shown(name, most) != shown:
+            shown += f" to {_shown(name, most)}"
+        yield f"{title}: {shown}"
     yield "assumptions:"
     for line in found.assumptions:
         yield f"  - {line}"
 
 
-def _range(found: "Estimate", name: str, shown: Callable[[float], str]) -> str:
-    least, most = map(shown, found.ranges[name])
-    return least if least == most else f"{least} to {most}"
+def _shown(name: str, value: float) -> str:
+    from utils.text import byte_size
 
-
-def _count(value: float) -> str:
-    return f"{value:,}"
+    if name.endswith("seconds"):
+        return _duration(value)
+    if name.endswith("bytes"):
+        return byte_size(value)
+    return f"{value:.3g}" if name == "flops" else f"{value:,}"
 
 
 def _duration(seconds: float) -> str:

@@ -5,13 +5,13 @@ Less memory costs time: a forward pass is computed again, state is sent to the h
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Iterator, Mapping
 
 import torch
 
 from fabrics.config_checks import CHECKS
-from fabrics.planning.estimate import HOST_MEMORY, MEMORY_ADVICE, Resources, estimate
+from fabrics.planning.estimate import ACTIVATIONS, DoesNotFitError, Estimate, Resources
 from fabrics.pool.max_batch import device_memory
 from utils.config.schema import Config, ConfigError
 from utils.distributed.processes import Processes
@@ -29,35 +29,13 @@ _MOMENTS_TOKENS = 42_000
 _CHUNK = 256
 
 
-@dataclass(frozen=True)
-class MemoryOption:
-    """One way to run a model that fits into the memory.
+def token_time(flops: float, micro_batch_tokens: int, round_tokens: int, host_tokens: int) -> float:
+    """Time of a token, in FLOPs: its own, its part of a micro-batch's start, and of a round's waiting for the host.
 
-    Attributes:
-        keys: the configuration keys that it turns on.
-        micro_batch: examples of its micro-batch.
-        flops_per_token: of training, with all that is computed again.
-        host_tokens: tokens that a worker could train in a round instead of waiting for state in host memory.
+    round_tokens: that a worker trains in a round.
+    host_tokens: that it could train in a round while it waits.
     """
-
-    keys: tuple[str, ...]
-    micro_batch: int
-    flops_per_token: float
-    host_tokens: int
-
-
-def cheapest(options: Sequence[MemoryOption], sequence_length: int, round_tokens: int) -> MemoryOption:
-    """Return the option whose tokens take the least time; the first of equal ones; round_tokens: of a worker.
-
-    A token takes the time of its FLOPs, of its part of a micro-batch's start, and of its part of a round's waiting.
-    """
-    least = min(option.flops_per_token for option in options)
-
-    def time(option: MemoryOption) -> float:
-        start = _START_TOKENS / (option.micro_batch * sequence_length)
-        return option.flops_per_token / least * (1.0 + start) + option.host_tokens / round_tokens
-
-    return min(options, key=time)
+    return flops * (1.0 + _START_TOKENS / micro_batch_tokens + host_tokens / round_tokens)
 
 
 def resources_of(config: Config, processes: Processes) -> Resources:
@@ -86,34 +64,50 @@ def with_chosen_memory(config: Config, resources: Resources, on_gpus: bool) -> t
 
     Keys that the configuration sets stay as they are. The resources have a memory.
     """
-    options = {}
-    refusals = []
+    best = None
+    refusal = None
+    least = math.inf
     for values in _combinations(config, on_gpus):
         tried = dataclasses.replace(config, memory=None, **values)
         if any(problem for problems in CHECKS.problems for problem in problems(tried)):
             continue
         try:
-            found = estimate(tried, resources)
-        except ConfigError as error:
-            refusals.append(str(error))
+            found = Estimate(tried, resources)
+        except DoesNotFitError as error:
+            refusal = error
             continue
-        keys = tuple(f"{key} {str(value).lower()}" for key, value in values.items())
-        host_tokens = _OUTER_STATE_TOKENS * bool(tried.offload_outer_state)
-        host_tokens += _MOMENTS_TOKENS * bool(tried.offload_moments)
-        options[MemoryOption(keys, found.micro_batch, found.flops_per_token, host_tokens)] = tried
-    if not options:
-        too_large = [refusal for refusal in refusals if refusal.startswith("--device-memory")]
-        if not too_large:  # the configuration itself is refused
-            raise ConfigError(refusals[0])
-        others = too_large[-1].replace(f"{MEMORY_ADVICE}, ", "")
-        of_host = "".join(f"; {refusal}" for refusal in refusals[-1:] if refusal.startswith(HOST_MEMORY))
-        raise ConfigError(f"memory: nothing that auto may turn on makes the run fit; {others}{of_host}")
-    step_examples = -(-config.INITIAL_BATCH_SIZE // found.ranges["workers"][0])
-    round_tokens = step_examples * config.sequence_length * config.number_of_inner_steps_between_outers
-    chosen = cheapest(tuple(options), config.sequence_length, round_tokens)
-    what = ", ".join(chosen.keys) or "no other keys"
-    line = f"memory: auto chooses {what}; of {byte_size(resources.memory)} a device, estimated for micro-batches of"
-    return options[chosen], f"{line} {chosen.micro_batch:,}"
+        except ConfigError:
+            if not values:  # the configuration itself is refused
+                raise
+            continue
+        step_examples = -(-config.INITIAL_BATCH_SIZE // found.workers_of(config.INITIAL_BATCH_SIZE)[-1])
+        host_tokens = 0
+        if tried.offload_outer_state:
+            host_tokens += _OUTER_STATE_TOKENS
+        if tried.offload_moments:
+            host_tokens += _MOMENTS_TOKENS
+        time = token_time(
+            found.flops_per_token,
+            micro_batch_tokens=found.micro_batch * config.sequence_length,
+            round_tokens=step_examples * config.sequence_length * config.number_of_inner_steps_between_outers,
+            host_tokens=host_tokens,
+        )
+        if time < least:
+            least = time
+            best = tried
+            line = _choice(values, found)
+    if best is None:
+        raise ConfigError(f"memory: nothing that auto may turn on makes the run fit; {refusal}")
+    return best, line
+
+
+def _choice(values: Mapping[str, bool | int], found: Estimate) -> str:
+    keys = ", ".join(f"{key} {str(value).lower()}" for key, value in values.items()) or "no other keys"
+    line = (
+        f"memory: auto chooses {keys}; of {byte_size(found.resources.memory)} a device, estimated for micro-batches of "
+        f"{found.micro_batch:,}"
+    )
+    return line if found.memory[ACTIVATIONS] else f"{line}, activations not counted"
 
 
 def _combinations(config: Config, on_gpus: bool) -> Iterator[dict[str, bool | int]]:

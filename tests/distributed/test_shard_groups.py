@@ -15,7 +15,7 @@ from torch import nn
 from algorithms.batch.gradient_statistics import across_workers_estimate, gradient_moments
 from algorithms.batch.losses import example_losses
 from fabrics.config_checks import CHECKS
-from fabrics.planning.estimate import estimate
+from fabrics.planning.estimate import Estimate
 from fabrics.pool.run_checks import sharding_warning
 from fabrics.sharding import sharded_model
 from fabrics.sharding.sharded_model import ShardedModel, layers_of, sharded_layers, sharded_parts
@@ -203,7 +203,7 @@ def test_a_device_of_two_needs_little_more_than_half_of_the_memory(programs, tmp
         programs.torchrun(devices, "tests/support/shard_groups.py", "memory", tmp_path)
     found = {devices: json.loads((tmp_path / f"peaks_{devices}.json").read_text()) for devices in (1, 2)}
     for devices, (trained, _) in found.items():
-        planned = estimate(shard_groups.memory_config(devices)).device_bytes
+        planned = Estimate(shard_groups.memory_config(devices)).device_bytes
         assert trained == pytest.approx([planned] * devices, rel=0.1)
     (alone,), together = (trained for trained, _ in found.values())
     assert max(together) <= 0.6 * alone

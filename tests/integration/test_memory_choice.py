@@ -4,36 +4,35 @@ import pytest
 
 from fabrics.config_checks import CHECKS
 from fabrics.planning import memory_choice
-from fabrics.planning.estimate import ACTIVATIONS, Resources, estimate
-from fabrics.planning.memory_choice import MemoryOption, cheapest, with_chosen_memory
+from fabrics.planning.estimate import ACTIVATIONS, Estimate, Resources
+from fabrics.planning.memory_choice import token_time, with_chosen_memory
 from run import train
 from tests.support.helpers import CPU, TINY_ARCHITECTURE, LocalProcesses, make_config
 from tests.support.runs import SHORT, write_config
 from utils.config.reading import load_config
 from utils.config.schema import ConfigError
 
-PLAIN = MemoryOption((), 1, 6.0, 0)
-CHUNKED = MemoryOption(("loss_chunk_tokens 256",), 2, 6.3, 0)
-RECOMPUTED = MemoryOption(("activation_checkpointing true",), 8, 8.0, 0)
-OFFLOADED = MemoryOption(("offload_outer_state true",), 2, 6.0, 144_000)
-MOMENTS = MemoryOption(("offload_moments true",), 2, 6.0, 42_000)
+PLAIN = (6.0, 1, 0)
+CHUNKED = (6.3, 2, 0)
+RECOMPUTED = (8.0, 8, 0)
+OFFLOADED = (6.0, 2, 144_000)
+MOMENTS = (6.0, 2, 42_000)
 
 
 @pytest.mark.parametrize(
-    ("options", "round_tokens", "expected"),
+    ("option", "round_tokens", "expected"),
     [
         # Sequences of 512 tokens: a micro-batch of n examples takes the time of n + 1.
-        ((PLAIN, CHUNKED), 10**9, CHUNKED),  # 2 and 1.05 * 1.5 = 1.575
-        ((PLAIN, CHUNKED, RECOMPUTED), 10**9, RECOMPUTED),  # 1.333 * 1.125 = 1.5
-        ((CHUNKED, OFFLOADED), 2_880_000, OFFLOADED),  # 1.575 and 1.5 + 144 / 2,880 = 1.55
-        ((CHUNKED, OFFLOADED), 1_440_000, CHUNKED),  # 1.575 and 1.5 + 144 / 1,440 = 1.6
-        ((CHUNKED, MOMENTS), 840_000, MOMENTS),  # 1.575 and 1.5 + 42 / 840 = 1.55
-        ((CHUNKED, MOMENTS), 420_000, CHUNKED),  # 1.575 and 1.5 + 42 / 420 = 1.6
-        ((PLAIN, MemoryOption(("more",), 1, 6.0, 0)), 10**9, PLAIN),  # equal: the first
+        (PLAIN, 10**9, 6.0 * 2),
+        (CHUNKED, 10**9, 6.3 * 1.5),
+        (RECOMPUTED, 10**9, 8.0 * 1.125),
+        (OFFLOADED, 2_880_000, 6.0 * (1.5 + 0.05)),
+        (MOMENTS, 840_000, 6.0 * (1.5 + 0.05)),
     ],
 )
-def test_the_option_whose_tokens_take_the_least_time(options, round_tokens, expected):
-    assert cheapest(options, 512, round_tokens) == expected
+def test_the_time_of_a_token(option, round_tokens, expected):
+    flops, micro_batch, host_tokens = option
+    assert token_time(flops, 512 * micro_batch, round_tokens, host_tokens) == pytest.approx(expected)
 
 
 ALONE = {
@@ -51,7 +50,7 @@ ALONE = {
 
 
 def needed(**values) -> int:
-    return estimate(make_config(**(ALONE | values))).device_bytes
+    return Estimate(make_config(**(ALONE | values))).device_bytes
 
 
 @pytest.mark.parametrize(
@@ -63,8 +62,18 @@ def test_no_more_is_turned_on_than_fits(on):
     assert (config.activation_checkpointing, config.loss_chunk_tokens, config.offload_outer_state, config.memory) == (
         on.get("activation_checkpointing"), on.get("loss_chunk_tokens"), None, None,
     )  # fmt: skip
-    assert estimate(config, Resources(1, memory)).device_bytes == memory
+    assert Estimate(config, Resources(1, memory)).device_bytes == memory
     assert line.endswith(" a device, estimated for micro-batches of 4")
+
+
+@pytest.mark.parametrize(("inner_steps", "chosen"), [(1, "loss_chunk_tokens 256"), (10**6, "offload_outer_state true")])
+def test_state_goes_to_the_host_only_in_long_rounds(inner_steps, chosen):
+    values = {"number_of_inner_steps_between_outers": inner_steps, "devices": ["cuda:0"]}
+    memory = max(needed(**values, loss_chunk_tokens=256), needed(**values, offload_outer_state=True))
+    assert needed(**values) > memory
+    auto = make_config(**ALONE | values, memory="auto")
+    _, line = with_chosen_memory(auto, Resources(1, memory), on_gpus=True)
+    assert line.startswith(f"memory: auto chooses {chosen}; of ")
 
 
 def test_keys_that_are_set_stay_so_and_too_little_memory_is_refused():
@@ -74,7 +83,7 @@ def test_keys_that_are_set_stay_so_and_too_little_memory_is_refused():
     assert line == "memory: auto chooses no other keys; of 1.0 TB a device, estimated for micro-batches of 4"
     off = make_config(**ALONE, memory="auto", activation_checkpointing=False, loss_chunk_tokens=False)
     for config, memory in ((auto, 10**4), (off, needed(loss_chunk_tokens=256))):
-        problem = "nothing that auto may turn on makes the run fit; .* run needs .*; what may help: a larger"
+        problem = "nothing that auto may turn on makes the run fit; .* run needs .*; docs/large_models.md lists"
         with pytest.raises(ConfigError, match=f"memory: {problem}"):
             with_chosen_memory(config, Resources(1, memory), on_gpus=False)
     refused = make_config(**ALONE | {"memory": "auto", "model_config": {"preset": "demo", "num_attention_heads": 7}})
@@ -83,22 +92,26 @@ def test_keys_that_are_set_stay_so_and_too_little_memory_is_refused():
 
 
 def test_moments_wait_in_host_memory_only_where_workers_take_turns():
-    """Between all moments on the device and one worker's is room for no other key."""
-    fixed = {"activation_checkpointing": False, "loss_chunk_tokens": False, "offload_outer_state": False}
+    """Between all moments on the device and one worker's is room for no other key.
+
+    The rounds are too many to be followed.
+    """
+    long = {"number_of_outer_steps": 10**9, "merge_frequency": 10**9}
+    fixed = long | {"activation_checkpointing": False, "loss_chunk_tokens": False, "offload_outer_state": False}
     for trainers, chosen in ((4, True), (1, None)):
         values = ALONE | fixed | {"number_of_initial_trainers": trainers, "devices": ["cuda:0"]}
-        plain = estimate(make_config(**values))
+        plain = Estimate(make_config(**values))
         moments = plain.memory["state of the inner optimizer"] // trainers
         memory = plain.device_bytes - (trainers - 1) * moments
         config, _ = with_chosen_memory(make_config(**values, memory="auto"), Resources(1, memory), on_gpus=True)
         assert config.offload_moments is chosen
-        found = estimate(config, Resources(1, memory))
+        found = Estimate(config, Resources(1, memory))
         assert (found.device_bytes, found.memory["state of the inner optimizer"]) == (memory, moments)
 
 
 def test_state_goes_to_host_memory_only_where_the_host_has_room():
     values = ALONE | {"activation_checkpointing": False, "loss_chunk_tokens": False, "devices": ["cuda:0"]}
-    offloaded = estimate(make_config(**values, offload_outer_state=True))
+    offloaded = Estimate(make_config(**values, offload_outer_state=True))
     auto = make_config(**values, memory="auto")
     for room, chosen in ((0, True), (-1, None)):
         resources = Resources(1, offloaded.device_bytes, host_memory=offloaded.host_bytes + room)
@@ -113,7 +126,7 @@ def test_state_goes_to_host_memory_only_where_the_host_has_room():
 def test_processes_that_share_a_device_are_counted():
     """Four processes with a node each need four working models; `processes` says nothing of torchrun's."""
     values = ALONE | {"nodes_per_gpu": 4, "devices": ["cuda:0"]}
-    alone, shared = (estimate(make_config(**values), Resources(1, processes=count)).memory for count in (1, 4))
+    alone, shared = (Estimate(make_config(**values), Resources(1, processes=count)).memory for count in (1, 4))
     for part in ("parameters of the working model", "its gradients", ACTIVATIONS):
         assert shared[part] == 4 * alone[part]
 
@@ -129,7 +142,7 @@ def test_a_run_records_the_keys_that_were_chosen(tmp_path, cache_dir, monkeypatc
     model = SHORT["model_config"] | {"num_hidden_layers": 4}
     values = {"model_config": model, "eval_batch_size": 1, "padding_percentage": 1.0, "number_of_outer_steps": 1}
     path = write_config(tmp_path, cache_dir, **values)
-    memory = estimate(load_config(path, ["activation_checkpointing=true"], CHECKS)[0]).device_bytes
+    memory = Estimate(load_config(path, ["activation_checkpointing=true"], CHECKS)[0]).device_bytes
     monkeypatch.setattr(memory_choice, "device_memory", lambda device: (memory, 0))
     run = train(path, memory="auto")
     recorded, _ = load_config(run.folder / "config.yaml", [], CHECKS)

@@ -20,8 +20,9 @@ from fabrics.config_checks import CHECKS
 from fabrics.data.examples import PackedSequences
 from fabrics.models.initialisation import flops_per_token, meta_model
 from fabrics.planning.command import parse_count, parse_link, parse_memory, parse_positive
-from fabrics.planning.estimate import Resources, activation_bytes, cast_bytes, estimate
+from fabrics.planning.estimate import Estimate, Resources, activation_bytes, cast_bytes
 from fabrics.pool.max_batch import bytes_on_cpu
+from fabrics.pool.run_checks import check_nodes
 from fabrics.sharding.sharded_model import gathered_elements
 from fabrics.training.flat_model import FlatModel
 from fabrics.training.inner_loop import backward
@@ -45,7 +46,7 @@ ALONE = {"number_of_initial_trainers": 1, "nodes_per_gpu": 1}
 
 
 def estimated(resources: Resources | None = None, **values):
-    return estimate(make_config(**(KNOWN | STEADY | values)), resources)
+    return Estimate(make_config(**(KNOWN | STEADY | values)), resources)
 
 
 # Bytes
@@ -57,7 +58,7 @@ def ran(**values):
     cluster.train(Recorder())
     vocabulary = {"vocab_size": len(cluster.data.tokenizer)}
     values = values | {"model_config": cluster.config.model_config | vocabulary}
-    return estimate(make_config(**(STEADY | values))), cluster.counters
+    return Estimate(make_config(**(STEADY | values))), cluster.counters
 
 
 @pytest.mark.parametrize("method", [name for name in METHODS if METHODS[name]().capabilities.one_exchange])
@@ -108,6 +109,14 @@ def test_a_limit_of_tokens_ends_the_run():
     assert found.ranges["sent_bytes"] == (totals.bytes_communicated,) * 2
 
 
+@pytest.mark.parametrize(("documents", "rounds", "examples"), [(24, 6, 48), (1000, 10, 80)])
+def test_the_first_of_several_limits_ends_the_run(documents, rounds, examples):
+    """Two epochs, 10 rounds of two inner steps with 4 examples, or more tokens."""
+    limits = {"number_of_training_epochs": 2, "number_of_outer_steps": 10, "max_tokens": 10**6}
+    ranges = estimated(**ALONE, **limits, data_sample_size=documents).ranges
+    assert (ranges["rounds"], ranges["tokens"]) == ((rounds,) * 2, (9 * examples,) * 2)
+
+
 @pytest.mark.parametrize("several", ["nodes_per_gpu", "number_of_initial_trainers", None])
 def test_bytes_of_methods_without_a_fixed_round_are_not_known(several):
     values = ALONE | ({several: 2} if several else {})
@@ -120,19 +129,21 @@ def test_bytes_of_methods_without_a_fixed_round_are_not_known(several):
 # Seconds and memory on paper
 
 
-def test_seconds_are_flops_over_rate_and_bytes_over_bandwidth():
+@pytest.mark.parametrize("rounds", [3, 10**9])
+def test_seconds_are_flops_over_rate_and_bytes_over_bandwidth(rounds):
     links = (("1Mb/s,20ms", Link(1e6, 0.02)),)
     values = {"number_of_initial_trainers": 1, "nodes_per_gpu": 2, "max_batch_size": 2, "INITIAL_BATCH_SIZE": 8}
+    values |= {"number_of_outer_steps": rounds}
     found = estimated(Resources(tflops=1e-6, links=links, devices=2), **values)  # four nodes, two examples each
     module, _ = meta_model(make_config(**KNOWN))
-    tokens = 3 * 2 * 8 * 9
+    tokens = rounds * 2 * 8 * 9
     flops = tokens * flops_per_token(module, 9)
     each = 2 * 3 * 4 * found.parameters / 4  # a ring's reduction of float32 among four nodes
     totals = {name: most for name, (least, most) in found.ranges.items() if least == most}
     assert totals == {
-        "batch": 8, "workers": 4, "rounds": 3, "tokens": tokens, "flops": flops, "communications": 3,
-        "sent_bytes": 3 * 4 * each, "compute_seconds": pytest.approx(flops / (2 * 1e6)),
-        "over 1Mb/s,20ms seconds": pytest.approx(3 * (0.02 + 8 * each / 1e6)),
+        "batch": 8, "workers": 4, "rounds": rounds, "tokens": tokens, "flops": flops, "communications": rounds,
+        "sent_bytes": rounds * 4 * each, "compute_seconds": pytest.approx(flops / (2 * 1e6)),
+        "over 1Mb/s,20ms seconds": pytest.approx(rounds * (0.02 + 8 * each / 1e6)),
     }  # fmt: skip
 
 
@@ -256,16 +267,16 @@ def test_the_large_configurations_are_for_nodes_of_8(name, parameters, fits_one_
     """Parameters as TinyLlama 1.1B and OpenLLaMA 3B are published."""
     path = ROOT / "configs" / f"{name}.yaml"
     config, _ = load_config(path, (), CHECKS)
-    assert estimate(config, Resources(devices=64, memory=80 * 10**9)).parameters == parameters
+    assert Estimate(config, Resources(devices=64, memory=80 * 10**9)).parameters == parameters
     one, _ = load_config(path, ("devices_per_node=1", "max_batch_size=2"), CHECKS)
-    needed = estimate(one).device_bytes
+    needed = Estimate(one).device_bytes
     assert (needed < 0.9 * 80e9) is fits_one_device
 
 
 def test_the_range_of_the_demo_holds_what_the_demo_does():
     """29 communications and 64.4 MB, as docs/planning.md says; its four nodes join as the batch grows."""
     config, _ = load_config(ROOT / "config.yaml", (), CHECKS)
-    ranges = estimate(config).ranges
+    ranges = Estimate(config).ranges
     assert ranges["communications"][0] <= 29 <= ranges["communications"][1] < 100
     assert ranges["sent_bytes"][0] <= 64.4e6 <= ranges["sent_bytes"][1] < 2 * 64.4e6
     assert ranges["workers"] == (1, 4)
@@ -284,20 +295,35 @@ def test_a_batch_grows_to_the_limit_or_to_the_data_of_its_trainer():
     assert estimated(**values).ranges["batch"] == (4, 4)
 
 
+def set_up(**values):
+    """Prepare a run as run.py does."""
+    check_nodes(make_config(**KNOWN | STEADY | values), [CPU] * values["nodes_per_gpu"])
+    tiny_cluster(**STEADY | values)
+
+
+NOLOCO = {"distributed_algo": "NoLoCo"}
+BUDGET = {"communication_budget": 5, "number_of_outer_steps": None, "max_tokens": 1000}
+
+
 @pytest.mark.parametrize(
     ("values", "refused"),
     [
-        ({"number_of_initial_trainers": 2, "nodes_per_gpu": 5}, 3),
-        ({"nodes_per_gpu": 4, "node_schedule": [[0, 4], [0.5, 3]]}, 3),
-        ({"nodes_per_gpu": 3, "node_schedule": [[0, 2]]}, None),
-        ({"nodes_per_gpu": 3, "node_schedule": [[0, 2], [0.5, 3]], "smallest_worker_batch": 1}, None),
+        (NOLOCO | {"number_of_initial_trainers": 2, "nodes_per_gpu": 5}, "must divide the 3 workers"),
+        (NOLOCO | {"nodes_per_gpu": 4, "node_schedule": [[0, 4], [0.5, 3]]}, "must divide the 3 workers"),
+        (NOLOCO | {"nodes_per_gpu": 3, "node_schedule": [[0, 2]]}, None),
+        (NOLOCO | {"nodes_per_gpu": 3, "node_schedule": [[0, 2], [0.5, 3]], "smallest_worker_batch": 1}, None),
+        ({"node_speeds": [1.0, 2.0]}, "node_speeds: "),
+        ({"node_schedule": [[0, 10]]}, "node_schedule: "),
+        (BUDGET | {"nodes_per_gpu": 1}, "communication_budget: a run on one node"),
+        ({"nodes_per_gpu": 1, "statistics_estimator": "across_workers"}, "across_workers needs two nodes"),
+        ({"max_batch_size": 1}, "max_batch_size: "),
+        ({"sampling_method": "inner_product_test", "statistics_batch_size": 2}, "statistics_batch_size: "),
     ],
 )
-def test_a_plan_and_a_run_refuse_the_same_numbers_of_workers(values, refused):
-    values = {"number_of_initial_trainers": 1, "distributed_algo": "NoLoCo"} | values
-    for prepared in (estimated, lambda **values: tiny_cluster(**STEADY | values)):
-        expected = pytest.raises(ConfigError, match=f"must divide the {refused} workers") if refused else nullcontext()
-        with expected:
+def test_a_plan_and_a_run_refuse_the_same_nodes(values, refused):
+    values = {"number_of_initial_trainers": 1, "nodes_per_gpu": 4, "sampling_method": "norm_test"} | values
+    for prepared in (estimated, set_up):
+        with pytest.raises(ConfigError, match=refused) if refused else nullcontext():
             prepared(**values)
 
 
@@ -332,24 +358,38 @@ def test_options_are_read_with_their_units():
 
 def test_the_command(capsys):
     small = ["model_config.num_hidden_layers=1", "max_tokens=20000", "number_of_outer_steps=null"]
-    assert program.main(["--plan", "--link=1Gb/s,20ms", "--tflops=0.1", *small]) == 0
+    told = ["memory=auto", "single_seed=true"]  # a choice, and a warning
+    given = ["--plan", "--link=1Gb/s,20ms", "--tflops=0.1", "--device-memory=8GB", *told, *small]
+    assert program.main(given) == 0
     said = capsys.readouterr().out
     assert "sending over 1Gb/s,20ms: " in said
     assert said.index("assumptions:") > said.index("sending over")
-    assert program.main(["--plan", "--link=1Gb/s,20ms", "--tflops=0.1", "--json", *small]) == 0
-    plan = json.loads(capsys.readouterr().out)
+    assert program.main([*given, "--json"]) == 0
+    out, notes = capsys.readouterr()
+    plan = json.loads(out)
     assert plan["ranges"]["tokens"][0] >= 20000
     assert f"{plan['parameters']:,} parameters" in said
+    assert said.startswith(notes)
+    choice, warning = notes.splitlines()
+    assert choice.startswith("memory: auto chooses no other keys; ")
+    assert warning.startswith("warning: single_seed: has no effect ")
+
+
+def test_the_page_has_what_is_printed(capsys):
+    page = (ROOT / "docs/planning.md").read_text(encoding="utf-8")
+    command, printed = re.search(r"```bash\npython run.py (.*)\n```\n\n```\n(.*?)```", page, re.DOTALL).groups()
+    assert program.main(command.split()) == 0
+    assert capsys.readouterr().out == printed
 
 
 def test_a_run_that_does_not_fit_is_refused_in_one_line(capsys):
     assert program.main(["--plan", "--device-memory=1MB"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    found = r"error: --device-memory: a run needs \S+ MB per device, \S+ MB of them for .+, and may use 900\.0 kB"
-    assert re.match(found, line), line
-    assert "fewer nodes_per_gpu" in line
-    assert program.main(["--plan", "--device-memory=1MB", "nodes_per_gpu=1", "smallest_worker_batch=null"]) == 2
-    assert "nodes_per_gpu" not in capsys.readouterr().err
+    found = (
+        r"error: --device-memory: a run needs \S+ MB per device, \S+ MB of them for .+, and may use 900\.0 kB "
+        r"\(padding_percentage 0\.9\); docs/large_models\.md lists what helps"
+    )
+    assert re.fullmatch(found, line), line
 
 
 def test_options_of_the_plan_need_plan(capsys):

@@ -23,7 +23,8 @@ from fabrics.data.dataset_loader import load_data
 from fabrics.models.export import save_model
 from fabrics.models.initialisation import initial_model
 from fabrics.models.model_family import MODELS, ModelFamily, build_model, reinitialise_output_layer
-from fabrics.planning.estimate import estimate
+from fabrics.planning.estimate import Estimate, Resources
+from fabrics.planning.memory_choice import with_chosen_memory
 from fabrics.training.flat_model import FlatModel
 from fabrics.training.optimizers import WorkerOptimizer
 from gradient_analysis.gradient_analysis import AnalysisConfig, resolve_model
@@ -377,7 +378,7 @@ def test_an_estimate_of_a_plain_module_states_its_assumptions(digits, monkeypatc
     save_model(build(config), None, tmp_path / "digits")
     loaded = {"name": str(tmp_path / "digits"), "pretrained": True}
     for settings in (config.model_config, loaded):
-        found = estimate(dataclasses.replace(config, model_config=settings))
+        found = Estimate(dataclasses.replace(config, model_config=settings))
         assert any("classes of the data: assumed to be 2" in line for line in found.assumptions)
 
     class Words(nn.Module):
@@ -390,13 +391,15 @@ def test_an_estimate_of_a_plain_module_states_its_assumptions(digits, monkeypatc
 
     monkeypatch.setitem(MODELS, "words", ModelFamily("causal_lm", Words))
     values = {"model_type": "words", "model_config": {}, "vocab_size": 400, "sampling_method": "none"}
-    plan = estimate(make_config(**values))
+    plan = Estimate(make_config(**values))
     assert plan.parameters == 1600
     assert any("vocabulary: 400 tokens" in line for line in plan.assumptions)
+    _, choice = with_chosen_memory(make_config(**values, memory="auto"), Resources(1, 10**9), on_gpus=False)
+    assert choice.endswith("for micro-batches of 4, activations not counted")
     tokenizer = tiny_data().tokenizer
     save_model(build_model("words", {}, tokenizer, 9, 0), tokenizer, tmp_path / "words")
     values["model_config"] = {"name": str(tmp_path / "words"), "pretrained": True}
-    assert estimate(make_config(**values)).parameters == 4 * len(tokenizer)
+    assert Estimate(make_config(**values)).parameters == 4 * len(tokenizer)
 
 
 def test_the_output_layer_of_a_plain_module_is_reinitialised(digits):

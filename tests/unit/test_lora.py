@@ -24,7 +24,7 @@ from fabrics.data.examples import PackedSequences
 from fabrics.models.export import save_model
 from fabrics.models.initialisation import flops_per_token
 from fabrics.models.lora import LoRA, add_adapters
-from fabrics.planning.estimate import estimate
+from fabrics.planning.estimate import Estimate
 from fabrics.training.flat_model import FlatModel
 from fabrics.training.inner_loop import probed_backward
 from tests.support.chat import chat_tokenizer, small_talk, write_messages
@@ -237,7 +237,7 @@ def test_a_run_trains_and_sends_adapters_and_leaves_a_folder_that_loads(make, ba
 
 
 def test_the_plan_counts_frozen_weights_once(make, base):
-    found = estimate(make())
+    found = Estimate(make())
     everything = sum(p.numel() for p in AutoModelForCausalLM.from_pretrained(base).parameters())
     adapters = 2 * 4 * ((32 + 32) + (32 + 32) + (32 + 48))
     assert found.parameters == adapters
