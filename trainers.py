@@ -17,7 +17,6 @@ from fabrics.data.examples import Examples, TaskData
 from fabrics.data.sampler import DataCursor
 from fabrics.models.initialisation import initial_cursors, initial_parameters
 from fabrics.training.flat_model import FlatModel
-from fabrics.training.method_config import check_first_workers
 from fabrics.training.optimizers import base_learning_rate, learning_rate_schedule
 from fabrics.training.outer_round import OuterRound
 from fabrics.training.statistics import Measurement, batch_control, compare_workers, measurement_of, samples_for_test
@@ -285,7 +284,6 @@ def first_trainers(
     """Return the trainers at the start of a run; assignment: the nodes that each will get."""
     sizes = data.shares and [share["examples"] for share in data.shares]
     cursors = initial_cursors(config, len(data.train), sizes)
-    check_first_workers(config, [len(nodes) for nodes in assignment.values()])
     trainers = {}
     for trainer, cursor in enumerate(cursors):
         parameters = None

@@ -39,7 +39,7 @@ from fabrics.data.sampler import DataCursor, Subsets
 from fabrics.pool.run_checks import check_inner_products
 from fabrics.training.flat_model import FlatModel, shared_state_problem
 from fabrics.training.inner_loop import clip
-from fabrics.training.method_config import check_method, method_of
+from fabrics.training.method_config import method_of
 from fabrics.training.statistics import (
     Measurement,
     batch_control,
@@ -204,7 +204,6 @@ class Worker:
         self._gradients = self._model.views(self._model.gradient)
         with _naming_arguments():
             self._method = method_of(self._config, self._model)
-            check_method(self._config, self.workers)
             if self.workers > 1 or not self._config.compares_workers:  # a worker alone warns instead
                 check_inner_products(self._config, self.workers)
         _check_method(self._method, method, optimizer, self._config)
@@ -748,7 +747,7 @@ def _problems(config: Config) -> list[str]:
         method = method_of(config)
     except ConfigError as error:
         return error.problems
-    found = method.capabilities.problems(config.number_of_inner_steps_between_outers, None, None)
+    found = method.capabilities.problems(config.number_of_inner_steps_between_outers, None)
     if config.max_batch_size is None:  # `python run.py` measures it
         found.append("max_batch_size: must be a positive integer, got None")
     encodings = method.capabilities.encodings

@@ -63,7 +63,7 @@ def _method_problems(config: Config) -> list[str]:
     except ConfigError as error:
         return error.problems
     able = method.capabilities
-    found = able.problems(config.number_of_inner_steps_between_outers, None, None)
+    found = able.problems(config.number_of_inner_steps_between_outers, None)
     if able.encodings is not None and config.communication_dtype not in able.encodings:
         known = " or ".join(able.encodings)
         found.append(f"communication_dtype: must be {known} with {name}, got {config.communication_dtype}")

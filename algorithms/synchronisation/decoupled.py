@@ -60,7 +60,7 @@ class Decoupled(Method):
     def capabilities(self) -> Capabilities:
         return Capabilities(one_exchange=False, fewer_steps=True, temporaries=1.0, shards=True, problems=self._problems)
 
-    def _problems(self, inner_steps: int | None, workers: int | None, blocks: Sequence[Block] | None) -> list[str]:
+    def _problems(self, inner_steps: int | None, blocks: Sequence[Block] | None) -> list[str]:
         if blocks is not None:
             return fragment_problems(blocks, self.fragments)
         steps = self.steps or inner_steps

@@ -29,7 +29,7 @@ MOMENTS = ("step", "exp_avg", "exp_avg_sq", "momentum")
 OUTER_KEYS = ("learning_rate_for_outer_opt", "outer_momentum")
 
 
-def no_problems(inner_steps: int | None, workers: int | None, blocks: Sequence[Block] | None) -> list[str]:
+def no_problems(inner_steps: int | None, blocks: Sequence[Block] | None) -> list[str]:
     """Accept every number of inner steps, number of workers and model."""
     return []
 
@@ -68,7 +68,7 @@ class Capabilities:
         temporaries_per_worker: the same, for each worker of the trainer.
         reads_state_often: it reads the trainer's state more than once in a round, which cannot wait in host memory.
         shards: it is correct on a device's part of flat tensors (`devices_per_node`).
-        problems: what is wrong with a number of inner steps per round, a number of workers and a model; None: unknown.
+        problems: what is wrong with a number of inner steps per round and a model; None: unknown.
         bytes_per_round: sent by all workers in a round of one exchange, from their number, the bytes of a mean of all
             parameters, those of one model-sized tensor to one other worker, the model and its type.
         active_steps: the inner steps of a round, from 0, during which each worker makes its own, if some make fewer;
@@ -93,7 +93,7 @@ class Capabilities:
     temporaries_per_worker: float = 0.0
     reads_state_often: bool = False
     shards: bool = False
-    problems: Callable[[int | None, int | None, Sequence[Block] | None], list[str]] = no_problems
+    problems: Callable[[int | None, Sequence[Block] | None], list[str]] = no_problems
     bytes_per_round: Callable[[int, float, float, Sequence[Block], torch.dtype], float] = bytes_of_a_mean
     active_steps: Callable[[Mapping[int, int], int, Mapping[str, float], Fraction], Mapping[int, Sequence[int]]] = (
         evenly_spread

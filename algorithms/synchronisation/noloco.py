@@ -45,14 +45,8 @@ class NoLoCo(Method):
             message_tensors=2,
             recipients=self.group - 1,
             shards=True,
-            problems=self._problems,
             bytes_per_round=self._bytes_per_round,
         )
-
-    def _problems(self, inner_steps: int | None, workers: int | None, blocks: Sequence[Block] | None) -> list[str]:
-        if workers is None or workers == 1 or workers % self.group == 0:
-            return []
-        return [f"synchronisation.group: must divide the {workers} workers of a trainer, got {self.group}"]
 
     def _bytes_per_round(
         self, workers: int, mean: float, message: float, blocks: Sequence[Block], dtype: torch.dtype

@@ -49,7 +49,7 @@ class StreamingDiLoCo(Method):
     def capabilities(self) -> Capabilities:
         return Capabilities(one_exchange=False, temporaries=1.0, shards=True, problems=self._problems)
 
-    def _problems(self, inner_steps: int | None, workers: int | None, blocks: Sequence[Block] | None) -> list[str]:
+    def _problems(self, inner_steps: int | None, blocks: Sequence[Block] | None) -> list[str]:
         if blocks is not None:
             return fragment_problems(blocks, self.fragments)
         if inner_steps is None:

@@ -24,10 +24,9 @@ from fabrics.pool.max_batch import round_tensors
 from fabrics.pool.run_checks import check_model, check_nodes
 from fabrics.sharding.sharded_model import gathered_elements, sharded_parts
 from fabrics.training.flat_model import FlatModel
-from fabrics.training.method_config import check_first_workers, exchange_sizes, method_of
+from fabrics.training.method_config import exchange_sizes, method_of
 from fabrics.training.optimizers import inner_optimizer_of
 from fabrics.training.statistics import batch_schedule, probes_examples
-from fabrics.training.work_split import scheduled_nodes
 from fabrics.training.worker import personal_tensors
 from utils.config.schema import Config, ConfigError
 from utils.text import byte_size
@@ -140,8 +139,6 @@ class Estimate:
         check_model(config, self.model)
         self.parameters = self.model.parameter_count
         self.method = method_of(config, self.model)
-        working = scheduled_nodes(config.node_schedule or [(0.0, self.nodes)], progress=0.0)
-        check_first_workers(config, self.workers_of(config.INITIAL_BATCH_SIZE, working))
         self.largest_batch = self._largest_batch()
         self.runs_less = False  # than a batch, because of the switch mode
         room = None
@@ -156,9 +153,9 @@ class Estimate:
         smallest = self.config.smallest_worker_batch
         return self.nodes if smallest is None else max(1, min(self.nodes, batch // smallest))
 
-    def workers_of(self, batch: int, working: int | None = None) -> tuple[int, ...]:
-        """Workers of each trainer with this batch; working: the nodes that work, None: all."""
-        return even_split(min(working or self.nodes, self.trainers * self.most_workers(batch)), self.trainers)
+    def workers_of(self, batch: int) -> tuple[int, ...]:
+        """Workers of each trainer with this batch."""
+        return even_split(min(self.nodes, self.trainers * self.most_workers(batch)), self.trainers)
 
     @property
     def flops_per_token(self) -> float:

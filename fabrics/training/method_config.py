@@ -1,6 +1,5 @@
 """The synchronisation method that a configuration asks for."""
 
-from collections.abc import Collection
 from functools import partial
 
 from algorithms.batch.calc_batch import BATCH_TESTS
@@ -19,7 +18,7 @@ def method_of(config: Config, model: FlatModel | None = None) -> Method:
     """Return the method with the parameters of `synchronisation`; ConfigError: one is wrong, or unfit for the model."""
     name = config.distributed_algo
     found = with_parameters(METHODS[name], config.synchronisation, "synchronisation", name)
-    if model is not None and (problems := found.capabilities.problems(None, None, model.blocks)):
+    if model is not None and (problems := found.capabilities.problems(None, model.blocks)):
         raise ConfigError(problems)
     return found
 
@@ -62,18 +61,3 @@ def check_state(config: Config, model: FlatModel) -> None:
     moments = () if optimizer is None else optimizer.state(model, "meta")
     if taken := taken_names(method_of(config, model), moments):
         raise ConfigError([f"distributed_algo: {config.distributed_algo}: {problem}" for problem in taken])
-
-
-def check_method(config: Config, workers: int) -> None:
-    """Raise ConfigError if the method cannot work with this number of workers of a trainer."""
-    if problems := method_of(config).capabilities.problems(None, workers, None):
-        raise ConfigError(problems)
-
-
-def check_first_workers(config: Config, workers: Collection[int]) -> None:
-    """Raise ConfigError if the method cannot work with these numbers of workers of the trainers at the start."""
-    if len(workers) == 1 and config.smallest_worker_batch is None:  # the only trainer gets every scheduled node
-        for _, nodes in config.node_schedule or ():
-            check_method(config, int(nodes))
-    for count in workers:
-        check_method(config, count)

@@ -6,12 +6,10 @@ import pytest
 import torch
 
 from cluster import Cluster
-from fabrics.training.method_config import check_method
 from fabrics.training.worker import COPY, ERROR, Node
 from tests.support import matrix
 from tests.support.helpers import CPU, Recorder, train
 from trainers import Trainer
-from utils.config.schema import ConfigError
 from utils.distributed.reductions import Workers
 
 pytestmark = pytest.mark.long
@@ -173,18 +171,9 @@ def settle(trainer: Trainer) -> int:
     return trainer.worker_group._settle(some_end=True)
 
 
-def lone_trainer(name: str, **values) -> Trainer:
-    """Return a trainer of one worker; the test is skipped if the method does not work with one."""
-    try:
-        check_method(matrix.config_of(name), 1)
-    except ConfigError:
-        pytest.skip("needs several workers")
-    return matrix.trainer_of(name, workers=1, **values)
-
-
 @every_method
 def test_one_worker_sends_nothing(name):
-    trainer = lone_trainer(name)
+    trainer = matrix.trainer_of(name, workers=1)
     before = trainer.parameters.clone()
     for report in train(trainer, 3, matrix.INNER_STEPS):
         assert (report.events, report.communications, report.bytes_synchronised) == ((), 0, 0)
@@ -211,7 +200,7 @@ def test_the_update_of_a_lone_worker_is_neither_sparse_nor_rounded(name):
     dtypes = able.encodings or ("float32", "bfloat16", "int8", "int4")
     moved = []
     for dtype in dtypes:
-        trainer = lone_trainer(name, communication_dtype=dtype, **parameters)
+        trainer = matrix.trainer_of(name, workers=1, communication_dtype=dtype, **parameters)
         start = trainer.parameters.clone()
         train(trainer, 1, 1)
         trainer.worker_group.refresh()
@@ -219,7 +208,7 @@ def test_the_update_of_a_lone_worker_is_neither_sparse_nor_rounded(name):
     assert all(torch.equal(each, moved[0]) for each in moved)
     optimizer = {"inner_optimizer": able.inner_optimizer or "sgd", "gradient_clipping": None}
     rate = matrix.PARAMETERS.get(name, {}).get("learning_rate_for_inner_opt", 0.01)
-    averaging = lone_trainer("LocalSGD", learning_rate_for_inner_opt=rate, **optimizer)
+    averaging = matrix.trainer_of("LocalSGD", workers=1, learning_rate_for_inner_opt=rate, **optimizer)
     train(averaging, 1, 1)
     own = averaging.parameters - start
     clear = own.abs() > 1e-3 * own.abs().max()

@@ -255,7 +255,6 @@ ACROSS = {"statistics_estimator": "across_workers", "sampling_method": "norm_tes
         ({"node_schedule": [[0, 4], [0.5, 5]]}, "node_schedule: "),
         (ACROSS | {"participants": 0.3}, "participants: "),
         (ACROSS | {"node_schedule": [[0, 1]]}, "statistics_estimator: "),
-        ({"node_schedule": [[0, 4], [0.5, 3]], "distributed_algo": "NoLoCo"}, "synchronisation.group: "),
     ],
 )
 def test_what_does_not_fit_the_nodes_is_refused(values, line):
