@@ -48,6 +48,7 @@ def affordable_rounds(
     computing: float | None,
     ahead: Iterable[tuple[Sequence[Sequence[int]], Sequence[Exchange]]],
     examples: float,
+    settled: int = 0,
 ) -> tuple[int, float]:
     """Return the rounds that the rest of a budget pays for, at least one, and the part that is missing for them.
 
@@ -56,6 +57,7 @@ def affordable_rounds(
         computing: seconds that the examples left will take; None: not measured yet.
         ahead: nodes of each trainer and exchanges of every future round, from `rounds_ahead`.
         examples: examples left; every round has at least one.
+        settled: the number of rounds after which the bytes of a round no longer change, but for merges.
     """
     left = budget.amount - used
     payable = left
@@ -68,7 +70,7 @@ def affordable_rounds(
     for nodes_of_trainers, exchanges in ahead:
         price = sum(budget.cost(exchange) for exchange in exchanges)
         one_trainer = len(nodes_of_trainers) == 1
-        if rounds and one_trainer and price == last_price > 0.0:  # all later rounds cost the same
+        if rounds > settled and one_trainer and price == last_price > 0.0:  # all later rounds cost the same
             more = max(0, math.floor((payable - spent) / price + 1e-9))
             rounds += more
             spent += more * price

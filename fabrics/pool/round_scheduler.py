@@ -189,7 +189,9 @@ class RoundScheduler:
             ahead = rounds_ahead(
                 len(trainers), working, counters.outer_steps + 1, config.merge_frequency, config.merge_count, sizes
             )
-            return affordable_rounds(self._budget, used, computing, ahead, examples_left)
+            # Before the first batch test no statistics are sent.
+            settled = max(0, config.batch_test_start - counters.outer_steps - 1)
+            return affordable_rounds(self._budget, used, computing, ahead, examples_left, settled)
 
         used = counters.used(self._budget.unit)
         rounds, missing = affordable(used)

@@ -96,6 +96,12 @@ def test_rounds_of_equal_price_are_not_counted_one_by_one():
         assert affordable_rounds(Budget("bytes", amount), 0.0, None, to_come(), 1e9) == (rounds, 0)
 
 
+def test_statistics_of_later_rounds_are_paid_for():
+    """Three rounds send 100 bytes, later ones 110."""
+    ahead = (((2,), [Exchange(1, 110 if number > 3 else 100, 50.0)]) for number in range(1, 1000))
+    assert affordable_rounds(Budget("bytes", 300 + 50 * 110), 0.0, None, ahead, 1e9, settled=3) == (53, 0)
+
+
 def test_a_growing_batch_leaves_fewer_steps_except_in_the_last_round():
     """The batch grows like the square root of the examples, over the second half of them."""
     ahead = [Remaining(9, rounds, 100_000, 100_000.0) for rounds in (2, 1)]
