@@ -129,7 +129,8 @@ class Worker:
 
     Args:
         model: any nn.Module; its trainable parameters have one type and one device.
-        optimizer: over exactly these parameters. Its learning rates may change at any time.
+        optimizer: over exactly these parameters. Its learning rates may change at any time, alike in
+            all processes.
         method: a synchronisation method (`distributed_algo`).
         parameters: the method's parameters (`synchronisation`).
         inner_steps: of a round.
@@ -231,7 +232,7 @@ class Worker:
         self._agree("arguments", self._config)
         self._agree("model", [(name, tensor.shape, tensor.dtype) for name, tensor in model.state_dict().items()])
         self._agree("type of the model's device", self._model.device.type)
-        self._agree("optimizer", type(optimizer).__name__)
+        self._agree("optimizer", (type(optimizer).__name__, _plain_values(optimizer)))
         self._agree("trainable parameters", [block.name for block in self._model.blocks])
         self._make_state()
 
@@ -813,6 +814,14 @@ def _check_model(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         raise ValueError(f"model: {problem}")
 
 
+def _plain_values(optimizer: torch.optim.Optimizer) -> list[dict]:
+    """Return the values of each group of parameters that are plain, such as learning rates."""
+    plain = (bool, int, float, str, tuple)
+    return [
+        {name: value for name, value in group.items() if isinstance(value, plain)} for group in optimizer.param_groups
+    ]
+
+
 def _check_layers(model: FlatModel) -> None:
     try:
         model.probe(1, products=False)
@@ -825,8 +834,11 @@ def _check_method(method: Any, name: str, optimizer: torch.optim.Optimizer, conf
     if able.needs_speeds:
         raise ValueError(f"method: {name} with these parameters needs the simulated speeds of `python run.py`")
     if able.correction or able.inner_optimizer is None:
-        plain = type(optimizer) is torch.optim.SGD and not optimizer.defaults["momentum"]
-        if not plain or len(optimizer.param_groups) > 1:
-            raise ValueError(f"method: {name} needs torch.optim.SGD without momentum, with one group of parameters")
+        group, *others = optimizer.param_groups
+        plain = type(optimizer) is torch.optim.SGD and not group["momentum"] and not group["maximize"]
+        if not plain or others:
+            raise ValueError(
+                f"method: {name} needs torch.optim.SGD without momentum or maximize, with one group of parameters"
+            )
     if able.correction and config.gradient_clipping is not None:
         raise ValueError(f"method: {name} needs gradient_clipping=None")

@@ -9,7 +9,7 @@ they are orthogonal. The step is the mean times that ratio, ||mean D_m|| / sqrt(
 from dataclasses import dataclass
 
 from algorithms.synchronisation import METHODS
-from algorithms.synchronisation.method import Method
+from algorithms.synchronisation.method import Capabilities, Method
 
 
 @dataclass(frozen=True)
@@ -19,6 +19,7 @@ class Agreement(Method):
     floor: float = 0.1  # a key of `synchronisation`
 
     keeps = "replica"  # two exchanges per stop: lengths and differences
+    capabilities = Capabilities(one_exchange=False)  # so budgets refuse it
 
     def exchange(self, group):
         x = group.shared["parameters"]

@@ -401,6 +401,7 @@ def test_processes_begin_alike_or_not_at_all(two_processes):
             "model, types",
             "type of the model's device",
             "optimizer",
+            "optimizer, rates",
             "trainable parameters",
             "arguments",
             "examples",
@@ -511,6 +512,8 @@ def test_models_and_optimizers_that_cannot_be_used_are_refused():
     numbers = nn.Linear(2, 1, dtype=torch.complex64)
     with pytest.raises(ValueError, match=r"^model: trainable parameters must be real"):
         adloco.Worker(numbers, torch.optim.SGD(numbers.parameters(), lr=0.1))
+    with pytest.raises(ValueError, match=r"^method: DeMo needs torch.optim.SGD without momentum or maximize"):
+        adloco.Worker(model[0], torch.optim.SGD(model[0].parameters(), lr=0.1, maximize=True), method="DeMo")
     for wrong in ({"method": "Synchronous"}, {"batch": ADAPTIVE}, {"scaler": torch.amp.GradScaler("cpu")}):
         with pytest.raises(ValueError, match=r"^optimizer: LBFGS needs a method that exchanges parameters, no scaler"):
             adloco.Worker(model[0], torch.optim.LBFGS(model[0].parameters()), **wrong)

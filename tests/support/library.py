@@ -134,6 +134,8 @@ def begin_with_unlike_processes(interrupted: list[dict], alone: dict) -> dict:
     attempt("type of the model's device", lambda: adloco.Worker(placed, torch.optim.SGD(placed.parameters(), lr=0.1)))
     optimizer = (torch.optim.SGD, torch.optim.Adam)[rank]
     attempt("optimizer", lambda: adloco.Worker(model, optimizer(model.second.parameters(), lr=0.1)))
+    rates = torch.optim.SGD(model.second.parameters(), lr=(0.1, 0.2)[rank])
+    attempt("optimizer, rates", lambda: adloco.Worker(model, rates))
     model.first.requires_grad_(rank == 1)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     attempt("trainable parameters", lambda: adloco.Worker(model, torch.optim.SGD(trained, lr=0.1)))
