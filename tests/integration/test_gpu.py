@@ -222,6 +222,7 @@ def test_bfloat16_rounds_stay_near_float32_rounds():
         reports = train(trainer, 2)
         assert trainer.parameters.dtype == torch.float32
         found.append(reports[-1].train_loss)
+    assert found[1] != found[0]
     assert found[1] == pytest.approx(found[0], rel=0.02)
 
 

@@ -97,7 +97,6 @@ def test_the_parts_measure_speed_and_memory(monkeypatch):
     assert plain["parameters"] == less["parameters"] > 0
     small = gpu.graphs({"eager": tiny(), "again": tiny()}, repeats=2)["tokens_per_second"]
     assert list(small) == ["eager", "again"]
-    assert 0.2 < small["again"] / small["eager"] < 5.0
     assert min(plain["planned_bytes"], less["planned_bytes"]) > 4 * plain["parameters"]
 
 

@@ -112,6 +112,7 @@ def test_a_trainer_that_absorbs_another_continues_from_the_weighted_average(name
         train(trainer, rounds, matrix.INNER_STEPS)
         settle(trainer)
     expected = {key: 0.25 * first.shared[key] + 0.75 * second.shared[key] for key in first.worker_group.merged_tensors}
+    assert "parameters" in expected
     first.absorb([second], {0: 0.25, 1: 0.75})
     for key, tensor in expected.items():
         torch.testing.assert_close(first.shared[key], tensor)
@@ -119,20 +120,6 @@ def test_a_trainer_that_absorbs_another_continues_from_the_weighted_average(name
         assert COPY not in worker.state or torch.equal(worker.state[COPY], first.parameters)
     train(first, 1, matrix.INNER_STEPS)
     assert all_finite(first)
-
-
-@every_method
-def test_merging_identical_trainers_changes_nothing(name):
-    first, second = matrix.trainer_of(name, workers=2), matrix.trainer_of(name, workers=2)
-    for trainer in (first, second):
-        train(trainer, 2, matrix.INNER_STEPS)
-        settle(trainer)
-    second.id = 1
-    before = {key: first.shared[key].clone() for key in first.worker_group.merged_tensors}
-    assert "parameters" in before
-    first.absorb([second], {0: 0.25, 1: 0.75})
-    for key, tensor in before.items():
-        torch.testing.assert_close(first.shared[key], tensor, rtol=1e-6, atol=1e-7)
 
 
 @every_method

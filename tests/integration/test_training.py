@@ -172,28 +172,6 @@ def test_across_workers_compares_the_first_gradients(method, means):
     assert trainer.requested_batch > 6
 
 
-def test_the_learning_rate_follows_warm_up_and_schedule():
-    config = make_config(
-        learning_rate_for_inner_opt=0.1,
-        warmup_steps=4,
-        learning_rate_schedule="cosine",
-        minimum_learning_rate_ratio=0.0,
-        sampling_method="none",
-        INITIAL_BATCH_SIZE=2,
-    )
-    trainer = make_trainer(tiny_llama(), config, PackedSequences(random_sequences(40)), nodes=1)
-    split = trainer.split_work()
-    first_round = trainer.train_round(split, RoundSchedule(2, 0.0, 0.5), lambda: None)
-    assert first_round.records[0].learning_rates == pytest.approx(
-        [0.1 * 0.25, 0.1 * 0.5 * 0.5 * (1 + np.cos(np.pi / 4))]
-    )
-    trainer.conclude_round(split, RoundSchedule(2, 0.0, 0.5), [first_round])
-    trainer.batch_control.requested_batch = 8
-    second_round = trainer.train_round(trainer.split_work(), RoundSchedule(2, 0.5, 1.0), lambda: None)
-    second = second_round.records[0].learning_rates
-    assert second == pytest.approx([0.1 * 0.75 * 0.5, 0.1 * 0.5 * (1 + np.cos(0.75 * np.pi))])
-
-
 def test_seesaw_doubles_the_batch_and_divides_the_learning_rate_by_the_root_of_two():
     config = make_config(
         learning_rate_for_inner_opt=0.1,

@@ -103,22 +103,6 @@ def test_a_model_without_a_mask_has_the_same_bits_and_reads_no_values(architectu
     assert model.config._attn_implementation == "sdpa"
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_training_and_evaluation_have_the_bits_of_a_model_with_masks(dtype, monkeypatch):
-    examples, found = PackedSequences(random_sequences(6)), []
-    for masks in (False, True):
-        if masks:
-            monkeypatch.setattr(attention, "needs_no_mask", lambda module, batch: False)
-        working = FlatModel(tiny_llama(dtype=dtype), CPU)
-        _, probes = accumulate_gradients(working, examples, ExecutionPlan((4, 2)), np.arange(6), True)
-        loss = backward(working, examples, np.arange(3))
-        with working.evaluating(working.parameters.detach().clone()):
-            sums = evaluate_batches(working, examples, 4, [0, 1]).sums
-        assert not sums.requires_grad
-        found.append((working.gradient, *(probe.squared_norms for probe in probes), loss, sums))
-    assert all(map(torch.equal, *found))
-
-
 @pytest.mark.parametrize("examples", [PackedSequences(random_sequences(60)), padded(TEXTS)], ids=["packed", "padded"])
 def test_inner_steps_and_evaluation_read_no_values(examples):
     """Accumulation, clipping, a warm-up and statistics read no value, until the statistics are read."""

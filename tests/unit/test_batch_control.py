@@ -9,7 +9,7 @@ import pytest
 from algorithms.batch.calc_batch import BATCH_TESTS, BatchControl, BatchControlSettings, BatchTestParameters
 from algorithms.batch.gradient_statistics import Comparison, SampleEstimate, sample_estimate
 from algorithms.batch.switch_mode import threshold_switch_mode
-from algorithms.schedule.schedules import BatchSchedule, LearningRateSchedule
+from algorithms.schedule.schedules import LearningRateSchedule
 
 PARAMETERS = BatchTestParameters(eta=1.0, theta=0.9, nu=5.84, debias=True, confidence=2.0)
 SETTINGS = BatchControlSettings(
@@ -122,15 +122,6 @@ def test_without_samples_nothing_is_said():
     own = control()
     assert conclude(own) == (None, None)
     assert own.requested_batch == 4
-
-
-def test_a_schedule_by_hand_moves_the_request_and_keeps_the_limit():
-    own = control(test="none", schedule=BatchSchedule([(0.25, 10), (0.5, 30)]))
-    requests = []
-    for progress in (0.2, 0.25, 0.6):
-        own.conclude([], None, 4, progress, 20)
-        requests.append(own.requested_batch)
-    assert requests == [4, 10, 20]
 
 
 def test_a_control_continues_from_its_state():

@@ -45,6 +45,7 @@ def test_norm_test_on_paper(eta, batch, debias, expected):
 def test_norm_test_grows_at_most_by_one_over_eta_squared():
     """A gradient that is all noise: its estimate is clamped at zero, T = V / (eta^2 V / B) = B / eta^2."""
     assert norm_test(statistics(-0.5, 8.0), P(eta=0.8), 16) == 25
+    assert inner_product_test(statistics(-0.5, 8.0, inner=6.0, overlap=4.0), P(theta=0.5), 16) == 100
 
 
 def test_norm_test_does_not_round_up_a_whole_number():
@@ -151,6 +152,9 @@ def test_the_lower_ratio_at_its_limits():
     [
         (norm_test, P(eta=0.5, debias=True), {"error": 1.0}, 8),  # 4 * 8 / (2 + 2)
         (norm_test, P(eta=0.5), {"error": 1.0}, 7),  # 4 * 8 / (2 + 2 + 8/8) = 6.4
+        (inner_product_test, P(theta=0.1), {"variance_error": 1.0}, 62),
+        (augmented_inner_product_test, P(theta=1e6, nu=0.1, debias=True), {"error": 1.0}, 163),
+        (augmented_inner_product_test, P(theta=1e6, nu=0.1, debias=True), {"overlap": 64.0, "inner_error": 2.0}, 150),
         (inner_product_test, P(theta=0.1, debias=True), {"error": 1.0}, 38),  # (sqrt(6) / (2 + 2))^2 / 0.01
         (inner_product_test, P(theta=0.1, debias=True), {"inner_error": 2.0}, 50),  # (sqrt(6 - 2 * 2) / 2)^2 / 0.01
         (inner_product_test, P(theta=0.1, debias=True), {"inner_error": math.inf}, 1),

@@ -52,8 +52,8 @@ def test_warm_up_is_linear_in_tokens_and_the_slower_counts():
     assert both == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5])
 
 
-def test_progress_is_spread_evenly_over_the_steps():
-    assert factors(name="linear") == pytest.approx([1.0, 0.9, 0.8, 0.7, 0.6])
+def test_progress_is_spread_evenly_over_the_steps_and_multiplies_the_warm_up():
+    assert factors(name="linear", warmup_steps=4) == pytest.approx([0.25, 0.45, 0.6, 0.7, 0.6])
 
 
 def test_eta_is_linear_in_progress():
