@@ -129,8 +129,7 @@ class Worker:
 
     Args:
         model: any nn.Module; its trainable parameters have one type and one device.
-        optimizer: over exactly these parameters. Its learning rates may change at any time, alike in
-            all processes.
+        optimizer: over exactly these parameters. Its learning rates may change, alike in all processes.
         method: a synchronisation method (`distributed_algo`).
         parameters: the method's parameters (`synchronisation`).
         inner_steps: of a round.

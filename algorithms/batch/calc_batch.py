@@ -191,7 +191,7 @@ class BatchControl:
     def __init__(self, settings: BatchControlSettings, initial_request: int):
         self._settings = settings
         self._first_batch: int | None = None  # effective, of the first round
-        self._progress = 0.0  # of the run, when the request last changed
+        self._progress = 0.0  # of the run, expected after the last round
         self._test = BATCH_TESTS[settings.test]
         self.requested_batch = initial_request
         self._sums = StatisticsSums()
