@@ -254,20 +254,6 @@ def test_one_slow_round_does_not_end_the_run(monkeypatch, clock):
         assert found[number] <= 4 * math.ceil(sum(found[:number]) / number)
 
 
-@pytest.mark.usefixtures("clock")
-def test_equal_measurements_give_equal_runs():
-    """Processes gather equal measurements; a resumed run continues with the seconds so far."""
-    clusters = [light_cluster(**budget_settings(4) | TIME) for _ in range(3)]
-    for cluster in clusters[:2]:
-        for _ in range(3):
-            cluster.run_round(Recorder())
-    resumed(clusters[0], clusters[2])
-    for cluster in clusters:
-        cluster.train(Recorder())
-    assert clusters[0].counters == clusters[1].counters == clusters[2].counters
-    assert bits(clusters[0]) == bits(clusters[1]) == bits(clusters[2])
-
-
 # Seconds of the virtual clock
 
 # Four workers with 4 examples each take 2 s for an inner step, and an exchange takes 1 s and 1 s more for its bytes.
@@ -298,23 +284,6 @@ def test_the_learning_rate_follows_the_share_of_the_simulated_time():
     # The last round begins after 24 of 30 s, where the rate begins to fall, and has two inner steps.
     assert recorder.rounds[-2].reports[0].workers[0].learning_rates == pytest.approx([0.01] * 3)
     assert recorder.rounds[-1].reports[0].workers[0].learning_rates == pytest.approx([0.01, 0.005])
-
-
-def test_a_resumed_run_continues_its_virtual_clock(tmp_path):
-    """Four trainers merge, whose nodes move; the clock is that of node_log.csv."""
-    settings = budget_settings(4) | SIMULATED | {"time_budget": 150.0, "merge_frequency": 1, "merge_count": 2}
-    whole, half, other = (light_cluster(**settings) for _ in range(3))
-    log = NodeLog(tmp_path, whole.config)
-    recorder = Recorder()
-    whole.train(recorder)
-    for result in recorder.rounds:
-        log.log(4, result)
-    assert log.summary()["simulated_seconds"] == whole.counters.simulated_seconds > 150
-    for _ in range(2):
-        half.run_round(Recorder())
-    resumed(half, other).train(Recorder())
-    assert other.counters.simulated_seconds == whole.counters.simulated_seconds
-    assert bits(other) == bits(whole)
 
 
 def test_resting_workers_of_a_representative_receive_the_average_of_a_merge():
@@ -374,16 +343,47 @@ def test_the_slowest_node_is_idle_if_it_would_slow_the_others_down():
     assert all(0 not in {w.node for w in result.reports[0].workers.values()} for result in recorder.rounds)
 
 
-def test_a_resumed_run_makes_the_same_plans():
-    whole, half, other = (planned(link="20kb/s,1s") for _ in range(3))
+# Settings, and the rounds before the interruption.
+RESUMED = {
+    "bytes, in int8": (
+        budget_settings(4)
+        | {"warmup_tokens": 1500, "max_tokens": 3000, "statistics_smoothing": 0.5}
+        | {"byte_budget": 1_600_000, "communication_dtype": "int8"},
+        3,
+    ),
+    "measured seconds": (budget_settings(4) | TIME, 3),
+    "simulated seconds": (
+        budget_settings(4) | SIMULATED | {"time_budget": 150.0, "merge_frequency": 1, "merge_count": 2},
+        2,
+    ),
+    "plans for a time": (budget_settings(1) | PLANNED | {"link": "20kb/s,1s"}, 2),
+}
+
+
+@pytest.mark.usefixtures("clock")
+@pytest.mark.parametrize("name", RESUMED)
+def test_a_resumed_run_equals_the_uninterrupted_run(name, tmp_path):
+    """Through growing batches, merges and new nodes; the virtual clock is that of node_log.csv."""
+    settings, rounds = RESUMED[name]
+    whole, first, second = (light_cluster(**settings) for _ in range(3))
     recorder = Recorder()
     whole.train(recorder)
-    for _ in range(2):
-        half.run_round(Recorder())
-    assert "from round 3 on" in recorder.notes[1]
-    resumed(half, other).train(Recorder())
-    assert other.counters.simulated_seconds == whole.counters.simulated_seconds
-    assert bits(other) == bits(whole)
+    for _ in range(rounds):
+        first.run_round(Recorder())
+    resumed(first, second)
+    first.run_round(Recorder())  # the loaded tensors are copies, which this does not change
+    second.train(Recorder())
+    assert bits(second) == bits(whole)
+    assert (second.counters, second.merges) == (whole.counters, whole.merges)
+    requests = [{t.id: t.requested_batch for t in cluster.trainers.values()} for cluster in (second, whole)]
+    assert requests[0] == requests[1]
+    if name == "plans for a time":
+        assert "from round 3 on" in recorder.notes[1]
+    if name == "simulated seconds":
+        log = NodeLog(tmp_path, whole.config)
+        for result in recorder.rounds:
+            log.log(4, result)
+        assert log.summary()["simulated_seconds"] == whole.counters.simulated_seconds > 150
 
 
 def test_a_resumed_run_cannot_change_to_a_method_with_other_tensors():

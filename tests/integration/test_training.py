@@ -16,7 +16,6 @@ from fabrics.training.worker import TrainingError
 from tests.support.helpers import (
     Recorder,
     bits,
-    budget_settings,
     in_one_type,
     light_cluster,
     make_config,
@@ -24,7 +23,6 @@ from tests.support.helpers import (
     peek,
     per_example_statistics,
     random_sequences,
-    resumed,
     separable_texts,
     subset_of,
     tiny_bert,
@@ -213,27 +211,6 @@ def test_dropout_depends_only_on_the_place_in_the_run():
         assert torch.equal(torch.get_rng_state(), before)
         results.append(trainer.parameters)
     assert torch.equal(*results)
-
-
-def test_a_resumed_run_equals_the_uninterrupted_run():
-    """Through growing batches, merges and new nodes."""
-    settings = budget_settings(4) | {"warmup_tokens": 1500, "max_tokens": 3000, "statistics_smoothing": 0.5}
-    settings |= {"byte_budget": 1_600_000, "communication_dtype": "int8"}
-    whole = light_cluster(**settings)
-    whole.train(Recorder())
-    first = light_cluster(**settings)
-    second = light_cluster(**settings)
-    for _ in range(3):
-        first.run_round(Recorder())
-    resumed(first, second)
-    first.run_round(Recorder())  # the loaded tensors are copies, which this does not change
-    second.train(Recorder())
-    assert bits(second) == bits(whole)
-    for name in ("tokens", "communications", "bytes_communicated"):
-        assert getattr(second.counters, name) == getattr(whole.counters, name)
-    assert second.merges == whole.merges
-    requests = [{t.id: t.requested_batch for t in cluster.trainers.values()} for cluster in (second, whole)]
-    assert requests[0] == requests[1]
 
 
 def test_a_merge_averages_parameters_and_momentum_and_unites_the_data():
