@@ -31,7 +31,7 @@ from algorithms.batch.switch_mode import (
 )
 from algorithms.nodes.balance import slice_offsets
 from algorithms.nodes.traffic import Event
-from algorithms.synchronisation import METHODS
+from algorithms.synchronisation import METHODS, Method
 from algorithms.synchronisation.encodings import BFLOAT16, COMMUNICATION_DTYPES, PLAIN
 from algorithms.synchronisation.group import Clock, Group, Inner, LocalWorker, Outer
 from algorithms.synchronisation.method import COPY
@@ -39,7 +39,7 @@ from fabrics.data.sampler import DataCursor, Subsets
 from fabrics.pool.run_checks import check_inner_products
 from fabrics.training.flat_model import FlatModel, shared_state_problem
 from fabrics.training.inner_loop import clip
-from fabrics.training.method_config import method_of
+from fabrics.training.method_config import method_of, method_problems
 from fabrics.training.statistics import (
     Measurement,
     batch_control,
@@ -206,7 +206,7 @@ class Worker:
             self._method = method_of(self._config, self._model)
             if self.workers > 1 or not self._config.compares_workers:  # a worker alone warns instead
                 check_inner_products(self._config, self.workers)
-        _check_method(self._method, method, optimizer, self._config)
+        _check_method(self._method, method, optimizer)
         if probes_examples(self._config):
             _check_layers(self._model)
         exchanges_gradients = self._method.capabilities.exchanges_gradients
@@ -743,19 +743,9 @@ def _uncompiled() -> Iterator[None]:
 
 
 def _problems(config: Config) -> list[str]:
-    try:
-        method = method_of(config)
-    except ConfigError as error:
-        return error.problems
-    found = method.capabilities.problems(config.number_of_inner_steps_between_outers, None)
+    found = method_problems(config)
     if config.max_batch_size is None:  # `python run.py` measures it
         found.append("max_batch_size: must be a positive integer, got None")
-    encodings = method.capabilities.encodings
-    if encodings is not None and config.communication_dtype not in encodings:
-        known = " or ".join(encodings)
-        found.append(f"communication_dtype: must be {known} with this method, got {config.communication_dtype}")
-    if config.compares_workers and method.keeps != "shared":
-        found.append("statistics: must be per_example with this method, whose workers are not at the same parameters")
     return found
 
 
@@ -828,10 +818,8 @@ def _check_layers(model: FlatModel) -> None:
         raise ValueError(f'statistics: {error.problem}; "across_workers" works, with two workers or more') from None
 
 
-def _check_method(method: Any, name: str, optimizer: torch.optim.Optimizer, config: Config) -> None:
+def _check_method(method: Method, name: str, optimizer: torch.optim.Optimizer) -> None:
     able = method.capabilities
-    if able.needs_speeds:
-        raise ValueError(f"method: {name} with these parameters needs the simulated speeds of `python run.py`")
     if able.correction or able.inner_optimizer is None:
         group, *others = optimizer.param_groups
         plain = type(optimizer) is torch.optim.SGD and not group["momentum"] and not group["maximize"]
@@ -839,5 +827,3 @@ def _check_method(method: Any, name: str, optimizer: torch.optim.Optimizer, conf
             raise ValueError(
                 f"method: {name} needs torch.optim.SGD without momentum or maximize, with one group of parameters"
             )
-    if able.correction and config.gradient_clipping is not None:
-        raise ValueError(f"method: {name} needs gradient_clipping=None")

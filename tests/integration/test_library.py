@@ -482,7 +482,7 @@ def test_parameters_that_are_not_finite_end_the_run_and_are_never_sent():
         ({"batch": adloco.AdaptiveBatch(max_micro_batch=None)}, "max_micro_batch"),
         ({"batch": adloco.AdaptiveBatch("inner_product_test", sample=4)}, "sample"),
         ({"batch": adloco.AdaptiveBatch("inner_product_test", confidence=1.0)}, "confidence"),
-        ({"method": "DelayedNesterov", "parameters": {"dynamic_steps": True}}, "method"),
+        ({"method": "DelayedNesterov", "parameters": {"dynamic_steps": True}}, "parameters"),
         ({"method": "LoCoDL"}, "method"),
         ({"method": "DeMo"}, "method"),
     ],
