@@ -31,6 +31,7 @@ from fabrics.pool.node_pool import NodePool
 from fabrics.pool.round_scheduler import RoundScheduler
 from fabrics.pool.run_checks import check_model, check_statistics, sharding_warning, turns_warning
 from fabrics.pool.time_controller import plan_round, with_best_method
+from fabrics.training.method_config import method_of
 from fabrics.training.work_split import WorkSplit
 from fabrics.training.worker import Node, TrainingError
 from trainers import TrainedPart, Trainer, first_trainers
@@ -318,7 +319,8 @@ class Cluster:
         seconds = max(sum(part.seconds for part in process.trained.values()) for process in processes)
         counters.add_time(seconds, sum(report.examples for report in reports.values()))
         sent = [(len(report.workers), report.bytes_synchronised) for report in reports.values()]
-        self.scheduler.count_link_seconds(counters, synchronisation_exchange(sent))
+        recipients = method_of(self.config).capabilities.recipients
+        self.scheduler.count_link_seconds(counters, synchronisation_exchange(sent, recipients))
         self.scheduler.count_round(counters, reports.values())
         self.pool.update([worker for report in reports.values() for worker in report.workers.values()])
         return reports

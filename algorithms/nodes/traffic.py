@@ -127,15 +127,29 @@ class Link:
         return self.latency + 8.0 * link_bytes / self.bits_per_second
 
 
-def synchronisation_exchange(trainers: Iterable[tuple[int, float]]) -> Exchange:
-    """The simultaneous synchronisations of a round, from the workers and the sent bytes of every trainer."""
+def busiest_share(workers: int, recipients: int | None) -> float:
+    """The share of the busiest worker in what all send, each to all others or in groups; the last may be smaller.
+
+    recipients: workers that receive a message; None: all others.
+    """
+    if recipients is None or recipients >= workers - 1:
+        return 1 / workers
+    groups, rest = divmod(workers, recipients + 1)
+    return recipients / (groups * (recipients + 1) * recipients + rest * (rest - 1))
+
+
+def synchronisation_exchange(trainers: Iterable[tuple[int, float]], recipients: int | None) -> Exchange:
+    """The simultaneous synchronisations of a round, from the workers and the sent bytes of every trainer.
+
+    recipients: see `busiest_share`.
+    """
     communications = 0
     total = 0
     link = 0.0
     for workers, sent in trainers:
         communications += int(workers > 1)
         total += sent
-        link = max(link, sent / workers)
+        link = max(link, sent * busiest_share(workers, recipients))
     return Exchange(communications, total, link)
 
 
@@ -158,12 +172,14 @@ class ExchangeSizes:
         merge: that a trainer gives in a merge.
         joining: that arrive at a node that is new to a trainer.
         settling: from a trainer's workers to the bytes of what they have not sent yet, which they send before a merge.
+        recipients: of a message in a round; None: all other workers.
     """
 
     round: Callable[[int, int], float]
     merge: float
     joining: float
     settling: Callable[[int], float] = lambda workers: 0.0
+    recipients: int | None = None
 
 
 def even_split(nodes: int, trainers: int) -> tuple[int, ...]:
@@ -198,7 +214,8 @@ def rounds_ahead(
     nodes_of = distribution(range(trainers), {})
     for number in itertools.count(next_round):
         workers = tuple(map(len, nodes_of.values()))
-        exchanges = [*joining, synchronisation_exchange((count, sizes.round(count, number)) for count in workers)]
+        sent = ((count, sizes.round(count, number)) for count in workers)
+        exchanges = [*joining, synchronisation_exchange(sent, sizes.recipients)]
         joining = []
         if len(nodes_of) == 1 or number % merge_frequency:
             yield tuple(nodes_of.values()), exchanges

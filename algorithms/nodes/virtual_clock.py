@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from algorithms.nodes.traffic import Event, Exchange, Link, redistribution_exchange
+from algorithms.nodes.traffic import Event, Exchange, Link, busiest_share, redistribution_exchange
 
 
 def joined(events: Iterable[Event]) -> list[Event]:
@@ -162,9 +162,11 @@ class Clocks:
 
     def _send(self, nodes: Mapping[int, int], event: Event) -> _Exchange:
         """Start an exchange on the links of the senders. Where only some workers send, each waits only for itself."""
+        recipients = None
         senders = [node for worker, node in nodes.items() if event.by is None or worker in event.by]
         if event.through.startswith("groups of "):
-            size = int(event.through.removeprefix("groups of "))
+            size = min(int(event.through.removeprefix("groups of ")), len(senders))
+            recipients = size - 1
             order = random.Random(self._turns).sample(senders, len(senders))
             groups = [order[start : start + size] for start in range(0, len(order), size)]
             groups = [group for group in groups if len(group) > 1]  # a single node rests
@@ -176,10 +178,11 @@ class Clocks:
         # What comes down from a server depends on all that went up.
         through_server = event.through == "server"
         mean_bytes = event.sent + event.received if through_server else max(event.sent, event.received)
-        link_bytes = mean_bytes * len(nodes) / max(len(senders), 1)
-        seconds = self.link.seconds(link_bytes)
-        exchange = _Exchange(0, {}, seconds)
+        link_bytes = mean_bytes * len(nodes) * busiest_share(max(len(senders), 1), recipients)
+        exchange = _Exchange(0, {}, self.link.seconds(link_bytes))
         for group in groups:
+            share = 1.0 if recipients is None else (len(group) - 1) / recipients
+            seconds = self.link.seconds(link_bytes * share)
             begins = max((max(self._ready[node], self._link_free[node]) for node in group), default=0.0)
             for node in group:
                 self._link_free[node] = begins + seconds

@@ -128,7 +128,9 @@ class RoundScheduler:
         sent = round_bytes(self._config, method, model, workers, measures=False) / workers
         statistics = round_bytes(self._config, method, model, workers, measures) / workers - sent
         stops = range(1, steps + 1) if method.capabilities.exchanges_gradients else (steps,)
-        events = [Event("synchronisation", step, sent, sent) for step in stops]
+        recipients = method.capabilities.recipients
+        through = "all" if recipients is None else f"groups of {recipients + 1}"
+        events = [Event("synchronisation", step, sent, sent, through=through) for step in stops]
         return [*events, Event("statistics", steps, statistics, statistics)]
 
     def _budgeted_steps(

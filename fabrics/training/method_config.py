@@ -113,7 +113,9 @@ def exchange_sizes(config: Config, method: Method, model: FlatModel) -> Exchange
     def sent(workers: int, number: int) -> int:
         return round_bytes(config, method, model, workers, tests and number >= config.batch_test_start)
 
-    return ExchangeSizes(sent, merged * one, len(names) * one + moments, partial(settling_bytes, method, model))
+    joining = len(names) * one + moments
+    settling = partial(settling_bytes, method, model)
+    return ExchangeSizes(sent, merged * one, joining, settling, method.capabilities.recipients)
 
 
 def check_state(config: Config, model: FlatModel) -> None:

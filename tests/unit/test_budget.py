@@ -117,7 +117,8 @@ def test_nodes_that_serve_several_trainers_send_nothing_but_merges_with_others()
     bytes_of = [[exchange.sent for exchange in next(rounds)[1]] for _ in range(4)]
     assert bytes_of == [[0, 70], [0, 0], [0, 70], [300, 110]]
     assert even_split(7, 3) == (3, 2, 2)
-    assert synchronisation_exchange([]) == Exchange()
+    assert synchronisation_exchange([], None) == Exchange()
+    assert synchronisation_exchange([(4, 12.0), (5, 8.0)], 2) == Exchange(2, 20.0, 12 * 2 / (3 * 2))
     assert merge_exchange(1, 1, 70).link == 70
     assert redistribution_exchange(0, 12).link == 12  # a copy of what a worker has lost
 

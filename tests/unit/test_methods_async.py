@@ -92,13 +92,17 @@ def test_a_node_waits_only_for_exchanges_in_which_it_takes_part():
 
 
 def test_nodes_wait_for_their_whole_group():
-    """In pairs, one of three nodes rests."""
+    """In pairs, one of three nodes rests; in groups of three, the last two of five send half as much each."""
     clocks = Clocks(Link(8.0, 0.0), 4)
     clocks.round(0, dict(enumerate(range(4))), 1, [1.0, 1.0, 1.0, 5.0], [Event("", 1, 3.0, 3.0, through="groups of 4")])
     assert [spent.waiting for spent in clocks.spent] == [4, 4, 4, 0]
     clocks = Clocks(Link(8.0, 0.0), 3)
     clocks.round(0, {0: 0, 1: 1, 2: 2}, 1, [1.0, 1.0, 1.0], [Event("", 1, 3.0, 3.0, through="groups of 2")])
-    assert sorted(spent.exchanging for spent in clocks.spent) == [0, 3, 3]
+    assert sorted(spent.exchanging for spent in clocks.spent) == [0, 4.5, 4.5]
+    clocks = Clocks(Link(8.0, 0.0), 5)
+    event = Event("", 1, (3 * 2 + 2 * 1) / 5, 0.0, through="groups of 3")
+    clocks.round(0, dict(enumerate(range(5))), 1, [1.0] * 5, [event])
+    assert sorted(spent.exchanging for spent in clocks.spent) == [1, 1, 2, 2, 2]
 
 
 # Against the oracles
