@@ -805,9 +805,13 @@ def _check_model(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 def _plain_values(optimizer: torch.optim.Optimizer) -> list[dict]:
     """Return the values of each group of parameters that are plain, such as learning rates."""
-    plain = (bool, int, float, str, tuple)
+    plain = (bool, int, float, str, tuple, torch.Tensor)
     return [
-        {name: value for name, value in group.items() if isinstance(value, plain)} for group in optimizer.param_groups
+        {name: value.tolist() if isinstance(value, torch.Tensor) else value for name, value in group.items()}
+        for group in (
+            {name: value for name, value in group.items() if isinstance(value, plain)}
+            for group in optimizer.param_groups
+        )
     ]
 
 

@@ -30,7 +30,7 @@ OUTER_KEYS = ("learning_rate_for_outer_opt", "outer_momentum")
 
 
 def no_problems(inner_steps: int | None, blocks: Sequence[Block] | None) -> list[str]:
-    """Accept every number of inner steps, number of workers and model."""
+    """Accept every number of inner steps and every model."""
     return []
 
 

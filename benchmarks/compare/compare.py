@@ -67,7 +67,11 @@ def carry_out(path: Path, runner: Runner | None, folder: Path) -> dict[str, Any]
     missing = [run for run in runs if run.id not in known]
     if missing:
         if runner is None:
-            raise ComparisonError(f"runs are missing: {', '.join(dict.fromkeys(run.method for run in missing))}")
+            problem = (
+                "the recorded outcomes are for other hardware or networks" if raw and not known else "runs are missing"
+            )
+            names = ", ".join(dict.fromkeys(run.method for run in missing))
+            raise ComparisonError(f"{problem}: {names}; without --report-only no finished run is repeated")
         runner.make(missing, path.stem)
     outcomes = []
     common = {}

@@ -2,18 +2,27 @@
 
     python -m benchmarks.compare.plan --nodes 4 --speed 350 --link 10Mb/s,1ms --seconds 80
 
-Prints the best plan of each kind (one worker, synchronous, DiLoCo) within the ranges of the recorded runs, by the
-formula of `objective: time`, with the settings of run.py. Several workers that are worth less than one are left out.
+Prints the best plan of each kind (one worker, synchronous, DiLoCo) by the formula of `objective: time`, with the
+settings of run.py, and says what about it no recorded run has.
 """
 
 import argparse
 import math
 
 from algorithms.nodes.traffic import Link
-from algorithms.schedule.controller import LEAST_ROUNDS, NOISE_SCALE, RoundPlan, Situation, next_plan, remaining_worth
+from algorithms.schedule.controller import (
+    INNER_STEPS,
+    LEAST_ROUNDS,
+    NOISE_SCALE,
+    RoundPlan,
+    Situation,
+    next_plan,
+    remaining_worth,
+)
 from benchmarks.compare.accounting import gradient_bytes
 
-# The ranges of the recorded runs: batches, examples of a worker in an inner step, and workers.
+# The ranges of the recorded runs: parameters, batches, examples of a worker in an inner step, and workers.
+PARAMETERS = 125_248
 BATCHES = (16, 64)
 SMALLEST_SHARE = {"one worker": 1, "synchronous": 4, "DiLoCo": 8}
 MOST_WORKERS = 4
@@ -43,6 +52,25 @@ def situations(options: argparse.Namespace, link: Link) -> dict[str, Situation]:
     return found
 
 
+def step_seconds(options: argparse.Namespace, plan: RoundPlan) -> float:
+    return plan.batch / plan.workers / options.speed
+
+
+def extrapolations(options: argparse.Namespace, kind: str, situation: Situation, plan: RoundPlan) -> list[str]:
+    """Return in words what about a plan no recorded run has."""
+    found = []
+    if options.parameters != PARAMETERS:
+        found.append(f"recorded runs have {PARAMETERS:,} parameters")
+    if kind == "DiLoCo":
+        exchange = situation.exchange_seconds[plan.workers - 1]
+        rounds = options.seconds / (plan.inner_steps * step_seconds(options, plan) + exchange)
+        if round(rounds) < LEAST_ROUNDS:
+            found.append(f"recorded runs have at least {LEAST_ROUNDS} rounds, this one {rounds:.1f}")
+        if plan.inner_steps < INNER_STEPS[0]:
+            found.append(f"recorded rounds have {INNER_STEPS[0]} to {INNER_STEPS[1]} inner steps")
+    return found
+
+
 def settings(options: argparse.Namespace, kind: str, plan: RoundPlan) -> str:
     """Return the overrides of run.py that simulate a plan."""
     speeds = "[" + ",".join([f"{options.speed:g}"] * plan.workers) + "]"
@@ -60,7 +88,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--speed", type=float, required=True, help="examples per second of a node")
     parser.add_argument("--link", required=True, help="link of a node, such as 10Mb/s,1ms")
     parser.add_argument("--seconds", type=float, required=True, help="time of the run")
-    parser.add_argument("--parameters", type=int, default=125_248, help="size of the model (default: the demo's)")
+    parser.add_argument("--parameters", type=int, default=PARAMETERS, help="size of the model (default: the demo's)")
     parser.add_argument("--noise-scale", type=float, default=NOISE_SCALE, help="of the gradient, in examples")
     options = parser.parse_args(arguments)
     try:
@@ -70,14 +98,22 @@ def main(arguments: list[str] | None = None) -> None:
     for name in ("nodes", "speed", "seconds", "parameters", "noise_scale"):
         if not 0 < getattr(options, name) < math.inf:
             parser.error(f"--{name.replace('_', '-')}: must be positive and finite, got {getattr(options, name)}")
-    worth = {}
-    for kind, situation in situations(options, link).items():
-        plan = next_plan(situation)
-        if kind == "one worker" or plan.workers > 1:
-            worth[kind, plan] = remaining_worth(situation, plan)
-    for (kind, plan), examples in sorted(worth.items(), key=lambda item: -item[1]):
-        print(f"{kind}: worth {examples:,.0f} examples of a very small batch")
-        print(f"  python run.py {settings(options, kind, plan)}")
+    plans = [(kind, situation, next_plan(situation)) for kind, situation in situations(options, link).items()]
+    plans.sort(key=lambda plan: -remaining_worth(*plan[1:]))
+    for kind, situation, plan in plans:
+        if kind != "one worker" and plan.workers == 1:
+            print(f"{kind}: worth less than one worker")
+        elif step_seconds(options, plan) > options.seconds:
+            print(f"{kind}: makes no step in this time")
+        else:
+            print(f"{kind}: worth {remaining_worth(situation, plan):,.0f} examples of a very small batch")
+            for difference in extrapolations(options, kind, situation, plan):
+                print(f"  extrapolated: {difference}")
+            print(f"  python run.py {settings(options, kind, plan)}")
+    if options.nodes > MOST_WORKERS:
+        print(
+            f"recorded runs of DiLoCo have up to {MOST_WORKERS} workers: {options.nodes - MOST_WORKERS} nodes are idle"
+        )
 
 
 if __name__ == "__main__":

@@ -261,7 +261,9 @@ def page(results: Results) -> str:
     compares = several or bool(results.runs[reference])
     if compares:
         published = results.raw["file"].startswith("benchmarks/comparisons/")
-        one_seed = "" if results.seed_counts != [1] else " With one seed a verdict is only the sign of a difference."
+        differences = [results.difference(method) for method in results.compared]
+        signs = any(difference is not None and difference.interval is None for difference in differences)
+        one_seed = " With one seed a verdict is only the sign of a difference." if signs else ""
         meaning = "[meaning](../comparing.md#what-the-numbers-mean)" if published else "meaning: docs/comparing.md"
         if several:
             parts += ["## Verdicts", f"Each method against its reference, at equal usage ({meaning}).{one_seed}"]

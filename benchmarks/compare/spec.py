@@ -6,7 +6,9 @@ remain valid when a default changes or a key is removed.
 
 import functools
 import hashlib
+import itertools
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -132,15 +134,27 @@ def load_spec(path: Path) -> ComparisonSpec:
         if reference not in names:
             problems.append(f"reference: must be one of the methods, got {reference!r}")
     for method in spec.methods:
+        reference = next(
+            (other for other in spec.methods if other.name == (method.reference or spec.reference)), method
+        )
+        if not set(method.seeds or spec.seeds) & set(reference.seeds or spec.seeds):
+            problems.append(f"{method.name}: seeds: none is one of its reference, {reference.name}")
         if method.name in references and method.reference not in (None, method.name):
             problems.append(f"{method.name}: other methods are compared with it, so it has no reference of its own")
     if bool(spec.hardware) != bool(spec.networks):
         problems.append("hardware, networks: give both or neither")
+    speeds: set[float] = set()  # of the fastest nodes
     for method in spec.methods if not problems else ():
         try:
-            make_run(spec, method, spec.seeds[0]).config()
+            config = make_run(spec, method, spec.seeds[0]).config()
         except ConfigError as error:
             problems += [f"{method.name}: {problem}" for problem in error.problems]
+        else:
+            speeds |= {max(config.node_speeds)} if config.simulates_time_budget else set()
+    for device, speed in itertools.product(spec.hardware, speeds):
+        if device.t_min or not math.isclose(device.t_example, 1.0 / speed, rel_tol=1e-3):
+            clock = f"t_min 0 and t_example {1.0 / speed:.4g}"
+            problems.append(f"hardware {device.name}: must have {clock}, the clock of time_budget with node_speeds")
     if problems:
         raise ConfigError([f"{path}: {problem}" for problem in problems])
     return spec

@@ -45,15 +45,8 @@ METRICS = Registry(
 )
 
 
-@dataclass(frozen=True)
-class EvaluationPart:
-    """Sums over some batches of the evaluation examples.
-
-    sums: summed loss, targets and, of a classifier, correct answers of each batch [batches, 3], float64.
-    """
-
-    batches: list[int]
-    sums: torch.Tensor
+# Summed loss, targets and, of a classifier, correct answers of some batches of the evaluation examples.
+EvaluationPart = Mapping[int, Sequence[float]]
 
 
 def batch_count(examples: Examples, batch_size: int) -> int:
@@ -78,7 +71,7 @@ def evaluate_batches(model: FlatModel, examples: Examples, batch_size: int, batc
                 losses, counts = model.example_loss_sums(batch, labels, eager=True)
         sums[row, 0] = losses.sum(dtype=torch.float64)
         sums[row, 1] = counts.sum()
-    return EvaluationPart(list(batches), sums.cpu())
+    return dict(zip(batches, sums.tolist(), strict=True))
 
 
 def combine(parts: Iterable[EvaluationPart], task: str) -> Evaluation:
@@ -86,11 +79,11 @@ def combine(parts: Iterable[EvaluationPart], task: str) -> Evaluation:
 
     The loss is the summed loss of all predicted targets divided by their number, not a mean of batch means.
     """
-    sums = sorted(row for part in parts for row in zip(part.batches, part.sums.tolist(), strict=True))
+    sums = {batch: row for part in parts for batch, row in part.items()}
     loss = 0.0
     count = 0.0
     correct = 0.0
-    for _, (batch_loss, targets, answers) in sums:
+    for _, (batch_loss, targets, answers) in sorted(sums.items()):
         loss += batch_loss
         count += targets
         correct += answers

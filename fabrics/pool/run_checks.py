@@ -107,10 +107,16 @@ def check_inner_products(config: Config, nodes_per_trainer: int) -> None:
     method = config.sampling_method
     if method not in NEED_INNER_PRODUCTS:
         return
-    if config.batch_test_confidence > 0.0 and config.statistics_smoothing <= 0.5:
+    # Samples of a round; workers join only once the batch has grown.
+    samples = nodes_per_trainer if config.statistics_estimator == "per_example" else 1
+    if config.smallest_worker_batch is not None:
+        samples = 1
+    # After many rounds they count as samples (1 + s) / (1 - s), of which the error needs more than three.
+    needed = (3 - samples) / (3 + samples)
+    if config.batch_test_confidence > 0.0 and config.statistics_smoothing <= needed:
         raise ConfigError(
-            f"batch_test_confidence: must be 0 for {method} without a statistics_smoothing above 0.5, "
-            f"got {config.batch_test_confidence}: few rounds do not tell the error"
+            f"batch_test_confidence: must be 0 for {method} without a statistics_smoothing above {needed:g}, "
+            f"got {config.batch_test_confidence}: the samples of few rounds do not tell the error"
         )
     if config.statistics_estimator == "per_example":
         if config.statistics_batch_size < 5:

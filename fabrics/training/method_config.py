@@ -46,7 +46,7 @@ def method_problems(config: Config) -> list[str]:
         allowed = "equal or batch" if able.weighted else "equal"
         found.append(f"balance: must be {allowed} with {name}, whose workers all make every inner step")
     if config.node_speeds is None and able.needs_speeds:
-        found.append(f"synchronisation: {name} needs node_speeds to {able.needs_speeds}")
+        found.append(f"synchronisation: {name} needs the simulated speeds of node_speeds to {able.needs_speeds}")
     if config.compares_workers and method.keeps != "shared":
         found.append(
             f"statistics_estimator: must be per_example with {name}, whose workers are not at the same parameters"

@@ -51,6 +51,14 @@ def test_documented_example_is_a_valid_comparison(tmp_path):
         ({"seeds": [1, 2, 1]}, "seeds: 1 is there twice"),
         ({"methods": [{"name": "AdLoCo", "seeds": [3, 3]}]}, "AdLoCo: seeds: 3 is there twice"),
         (
+            {"methods": [{"name": "AdLoCo"}, {"name": "other", "seeds": [3]}]},
+            "other: seeds: none is one of its reference, AdLoCo",
+        ),
+        (
+            {"common": {"time_budget": 80, "node_speeds": [100, 50], "nodes_per_gpu": 2, "max_tokens": None}},
+            "hardware paper: must have t_min 0 and t_example 0.01, the clock of time_budget with node_speeds",
+        ),
+        (
             {"methods": [{"name": "AdLoCo", "overides": {}}]},
             "methods[0].overides: unknown key; did you mean overrides?",
         ),
@@ -178,7 +186,7 @@ def test_only_missing_outcomes_are_made_and_only_of_the_same_data(tmp_path):
     written = yaml.safe_load(path.read_text())
     written["methods"].append({"name": "added", "overrides": {"ETA": 0.5}})
     path.write_text(yaml.safe_dump(written))
-    with pytest.raises(ComparisonError, match="runs are missing: added"):
+    with pytest.raises(ComparisonError, match="runs are missing: added; without --report-only"):
         carry_out(path, None, tmp_path)
     runner = SyntheticRunner("a")
     carry_out(path, runner, tmp_path)
@@ -214,7 +222,10 @@ def test_small_comparison_through_its_command(tmp_path, cache_dir, capsys, monke
     json_file = page_file.with_suffix(".json")
 
     assert main([*arguments, "--report-only"]) == 1
-    assert "small.yaml: runs are missing: AdLoCo\n" in capsys.readouterr().err
+    assert (
+        "small.yaml: runs are missing: AdLoCo; without --report-only no finished run is repeated\n"
+        in capsys.readouterr().err
+    )
     assert not page_file.exists()
     assert main(arguments) == 0
     found = json.loads(json_file.read_text())

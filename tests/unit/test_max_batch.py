@@ -119,7 +119,7 @@ def test_a_pass_of_a_shard_group_that_does_not_fit_asks_for_the_key(monkeypatch)
         ({"statistics_batch_size": 25}, "statistics_batch_size: .* 24 .* got 25"),
         ({"statistics_estimator": "across_workers"}, "statistics_estimator: .* got 4"),
         (INNER_PRODUCTS | {"batch_test_confidence": 2.0}, "batch_test_confidence: .* 0 "),
-        (INNER_PRODUCTS | {"batch_test_confidence": 2.0, "statistics_smoothing": 0.5}, "batch_test_confidence: .* 0 "),
+        (INNER_PRODUCTS | {"batch_test_confidence": 2.0, "statistics_smoothing": 0.2}, "batch_test_confidence: .* 0 "),
         (INNER_PRODUCTS | {"statistics_batch_size": 4}, "statistics_batch_size: .* 5 "),
         (INNER_PRODUCTS | {"statistics_estimator": "across_workers", "debias": True}, "debias: .* false"),
         (INNER_PRODUCTS | {"statistics_estimator": "across_workers"}, "statistics_estimator: .* got 2"),
@@ -128,6 +128,11 @@ def test_a_pass_of_a_shard_group_that_does_not_fit_asks_for_the_key(monkeypatch)
 def test_statistics_that_could_never_be_taken_are_refused(settings, key):
     with pytest.raises(ConfigError, match=f"^{key}"):
         tiny_cluster(**settings)
+
+
+def test_samples_of_several_workers_need_less_smoothing():
+    """Two workers with a smoothing of 0.25 count as 2 (1.25 / 0.75) > 3 samples."""
+    tiny_cluster(**INNER_PRODUCTS, batch_test_confidence=2.0, statistics_smoothing=0.25)
 
 
 def test_micro_batches_of_one_example_give_the_statistics_of_larger_ones():

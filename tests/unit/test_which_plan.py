@@ -30,6 +30,27 @@ def test_numbers_without_a_plan_are_refused(capsys):
         assert f"{option}: must be positive and finite, got {value}" in capsys.readouterr().err
 
 
+def planned(capsys, **given) -> list[str]:
+    """Return what is printed, without the commands."""
+    given = {"nodes": 4, "speed": 350, "link": "10Mb/s,1ms", "seconds": 80} | given
+    main([word for name, value in given.items() for word in (f"--{name}", str(value))])
+    return [line for line in capsys.readouterr().out.splitlines() if "python run.py" not in line]
+
+
+def test_plans_beyond_the_recorded_runs_are_named(capsys):
+    assert planned(capsys, seconds=0.001, nodes=6) == [
+        "one worker: makes no step in this time",
+        "synchronous: worth less than one worker",
+        "DiLoCo: worth less than one worker",
+        "recorded runs of DiLoCo have up to 4 workers: 2 nodes are idle",
+    ]
+    found = "\n".join(planned(capsys, speed=1, seconds=100, parameters=1_000_000))
+    assert "  extrapolated: recorded runs have at least 15 rounds, this one 5.6" in found
+    assert "  extrapolated: recorded rounds have 10 to 150 inner steps" in found
+    assert found.count("  extrapolated: recorded runs have 125,248 parameters") == 3
+    assert not any("extrapolated" in line for line in planned(capsys))
+
+
 def errors_of_the_formula(noise_scale: float) -> np.ndarray:
     """The logarithm of the perplexity is a parabola in that of the examples times their value, fitted to the plans."""
     plans = [plan for plan in all_plans() if plan.family == "DiLoCo" or plan.workers == 1]
@@ -94,7 +115,7 @@ def test_the_formula_picks_a_recorded_plan_near_the_best_on_every_link_of_the_ma
 def test_a_plan_is_a_configuration_that_run_accepts(link, seconds, kinds, capsys):
     main(["--nodes", "4", "--speed", "350", "--link", link, "--seconds", str(seconds)])
     printed = capsys.readouterr().out
-    assert re.findall(r"^(\w.*): worth", printed, flags=re.MULTILINE) == kinds
+    assert re.findall(r"^(\w.*): worth \d", printed, flags=re.MULTILINE) == kinds
     commands = re.findall(r"python run.py (.*)", printed)
     assert len(commands) == len(kinds)
     for command in commands:

@@ -87,9 +87,10 @@ class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # libyaml, if it 
                     value.tag = "tag:yaml.org,2002:str"  # run_name: 2024_01_15 is no number
         return super().construct_mapping(node, deep)
 
-    def construct_integer(self, node: yaml.ScalarNode) -> int | str:
+    def construct_integer(self, node: yaml.ScalarNode) -> int:
         # YAML 1.1 reads 010 in base 8.
-        return node.value if re.fullmatch(r"[-+]?0[0-9_]+", node.value) else self.construct_yaml_int(node)
+        leading_zero = re.fullmatch(r"[-+]?0[0-9_]+", node.value)
+        return int(node.value.replace("_", "")) if leading_zero else self.construct_yaml_int(node)
 
 
 _Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_integer)
