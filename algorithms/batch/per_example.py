@@ -312,9 +312,10 @@ class PerExampleProbe:
                 return
             x = _first_input(args, kwargs)
             if x.shape[0] != self.batch_size:
+                hint = "; give it positions.expand_as(tokens)" if isinstance(module, nn.Embedding) else ""
                 raise UnsupportedModuleError(
                     f"per-example statistics need the batch of {self.batch_size} examples as first dimension "
-                    f"of every input, but '{path}' got {tuple(x.shape)}"
+                    f"of every input, but '{path}' got {tuple(x.shape)}{hint}"
                 )
             kept = _Kept.apply(self._anchor, x.detach())  # before PyTorch 2.13 its node does not live without it
             output.register_hook(lambda delta: self._on_output_gradient(module, *kept.grad_fn.saved_tensors, delta))

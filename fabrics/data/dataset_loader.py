@@ -47,10 +47,14 @@ _USUAL_VALIDATION_SHARE = 0.2
 
 @dataclass(frozen=True)
 class Dataset:
-    """One value of `dataset`: its task, and a loader that may raise ConfigError and DatasetError."""
+    """One value of `dataset`: its task, and a loader that may raise ConfigError and DatasetError.
+
+    packed: every example has `sequence_length` tokens.
+    """
 
     task: str
     load: Callable[[Config], TaskData]
+    packed: bool = False
 
 
 def task_data(config: Config, documents: TokenisedSet) -> TaskData:
@@ -179,9 +183,9 @@ def _check_registered(name: str, dataset: Dataset) -> None:
 
 DATASETS = Registry(
     {
-        "python_docs": Dataset("causal_lm", load_python_docs),
-        "c4": Dataset("causal_lm", load_c4),
-        "text": Dataset("causal_lm", load_text),
+        "python_docs": Dataset("causal_lm", load_python_docs, packed=True),
+        "c4": Dataset("causal_lm", load_c4, packed=True),
+        "text": Dataset("causal_lm", load_text, packed=True),
         "messages": Dataset("causal_lm", load_messages),
         "imdb": Dataset("classification", load_imdb),
     },

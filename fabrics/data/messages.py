@@ -142,11 +142,14 @@ def load_messages(config: Config) -> TaskData:
     """`dataset: messages`: the user's own conversations, of which the answers are learned."""
     files = matching_files(config.text_files, (".jsonl", ".jsonl.gz"), subfolders=True)
     tokenizer = named_tokenizer(config)
-    if tokenizer is None or not tokenizer.chat_template or not tokenizer.is_fast:
+    if tokenizer is None:
         raise ConfigError(
-            "tokenizer: dataset messages needs a fast tokenizer with a chat template; name one, or the model that it "
-            "belongs to with pretrained: true"
+            "tokenizer: dataset messages needs one with a chat template; name it, or the model that it belongs to with "
+            "pretrained: true"
         )
+    if not tokenizer.chat_template or not tokenizer.is_fast:
+        missing = "has no chat template" if tokenizer.is_fast else "is not fast"
+        raise ConfigError(f"tokenizer: {tokenizer.name_or_path} {missing}, which dataset messages needs (docs/data.md)")
     source = Source(
         name=f"{counted(len(files), 'file')} of messages ({', '.join(config.text_files)})",
         identity={"messages": file_identities(files)},

@@ -124,7 +124,8 @@ def _lines(found: "Estimate", config: "Config") -> Iterator[str]:
         if _shown(name, most) != shown:
             shown += f" to {_shown(name, most)}"
         yield f"{title}: {shown}"
-    yield "assumptions:"
+    if found.assumptions:
+        yield "assumptions:"
     for line in found.assumptions:
         yield f"  - {line}"
 

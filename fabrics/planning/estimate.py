@@ -19,6 +19,7 @@ from transformers.pytorch_utils import Conv1D
 from algorithms.batch.switch_mode import execution_plans
 from algorithms.nodes.traffic import Link, even_split, rounds_ahead
 from algorithms.schedule.limits import Limits, RunCounters
+from fabrics.data.dataset_loader import DATASETS
 from fabrics.models.initialisation import META, flops_per_token, meta_model, recompute_activations
 from fabrics.pool.max_batch import round_tensors
 from fabrics.pool.run_checks import check_model, check_nodes
@@ -405,6 +406,11 @@ class Estimate:
             lines.append("length: data_sample_size documents have one sequence each")
         elif config.number_of_training_epochs is not None:
             lines.append("length: number_of_training_epochs is ignored without data_sample_size, as no data are read")
+        if not DATASETS[config.dataset].packed:
+            lines.append(
+                "length: every example has sequence_length tokens; with shorter ones max_tokens lasts for more rounds, "
+                "communications and bytes, and other limits for fewer tokens"
+            )
         if max(self.nodes, self.trainers) > 1 and not self.method.capabilities.one_exchange:
             lines.append(
                 "communications and bytes: not estimated, as this is for methods with one exchange at the end of a "

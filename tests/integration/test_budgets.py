@@ -8,6 +8,9 @@ import numpy as np
 import pytest
 
 from algorithms.nodes.traffic import rounds_ahead
+from algorithms.synchronisation import METHODS
+from algorithms.synchronisation.diloco import DiLoCo
+from algorithms.synchronisation.method import Capabilities
 from cluster import Cluster
 from fabrics.training.method_config import exchange_sizes
 from fabrics.training.outer_round import OuterRound
@@ -209,6 +212,16 @@ def test_rounds_send_the_planned_bytes(settings):
         cluster.run_round(Recorder())
         _, exchanges = next(planned)
         assert cluster.counters.bytes_communicated - before == sum(exchange.sent for exchange in exchanges)
+
+
+def test_a_method_that_sends_other_bytes_than_it_says_is_named_once():
+    class Mine(DiLoCo):
+        capabilities = Capabilities(bytes_per_round=lambda workers, mean, message, blocks, dtype: mean / 2)
+
+    METHODS["Mine"] = Mine
+    _, recorder = run(1, distributed_algo="Mine", sampling_method="none")
+    (warning,) = recorder.warnings
+    assert "Mine sent 162.4 kB in round 1, but its bytes_per_round says 81.2 kB: --plan and budgets" in warning
 
 
 # Seconds

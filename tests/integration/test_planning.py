@@ -125,6 +125,12 @@ def test_bytes_of_methods_without_a_fixed_round_are_not_known(several):
     assert said == bool(several)
 
 
+@pytest.mark.parametrize("dataset", ["text", "messages"])
+def test_examples_that_may_be_shorter_are_named(dataset):
+    found = estimated(dataset=dataset, text_files=["x"]).assumptions
+    assert any("every example has sequence_length" in line for line in found) == (dataset == "messages")
+
+
 # Seconds and memory on paper
 
 

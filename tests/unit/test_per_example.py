@@ -221,6 +221,20 @@ def test_an_unknown_module_is_named_unless_it_is_frozen():
     PerExampleProbe(model, batch_size=2)
 
 
+def test_positions_without_a_dimension_of_examples_say_what_helps():
+    class Positions(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.token, self.position = nn.Embedding(5, 4), nn.Embedding(3, 4)
+
+        def forward(self, tokens):
+            return self.token(tokens) + self.position(torch.arange(3))
+
+    expected = r"'position' got \(3,\); give it positions.expand_as\(tokens\)"
+    with pytest.raises(UnsupportedModuleError, match=expected):
+        probes_of(Positions(), torch.zeros(2, 3, dtype=torch.long), (2,))
+
+
 class Sneaky(nn.Module):
     """Uses a parameter outside the module that owns it."""
 

@@ -172,7 +172,9 @@ class Devices(Section):
         "Processes that `python run.py` starts; auto: one for each GPU, or one per CPU core, at most one per node.",
     )
     cpu_threads: PositiveInt | None = key(
-        None, "PyTorch CPU threads in each process; null: the cores divided among the nodes."
+        None,
+        "PyTorch CPU threads in each process; null: the cores divided among the nodes, whatever OMP_NUM_THREADS says, "
+        "as the bits depend on it.",
     )
     collective_timeout_minutes: Annotated[float, Field(gt=0, le=1e6), Number] = free_key(
         30.0,
