@@ -117,9 +117,9 @@ def _lines(found: "Estimate", config: "Config") -> Iterator[str]:
     if found.host_bytes:
         yield f"host memory per device: {byte_size(found.host_bytes)}"
     for name, (least, most) in found.ranges.items():
-        title = TITLES.get(name, name)
+        title = TITLES.get(name, name.removesuffix(" seconds"))
         if name.startswith("over "):
-            title = f"sending {name.removesuffix(' seconds')}"
+            title = f"sending {title}"
         shown = _shown(name, least)
         if _shown(name, most) != shown:
             shown += f" to {_shown(name, most)}"

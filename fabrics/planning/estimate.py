@@ -342,7 +342,10 @@ class Estimate:
             found |= {f"over {name} seconds": needed for name, needed in seconds.items()}
         if self.resources.tflops is not None:
             rate = self.resources.tflops * 1e12 * config.devices_per_node
-            found["compute_seconds"] = device_examples * config.sequence_length * token_flops / rate
+            computing = device_examples * config.sequence_length * token_flops / rate
+            found["compute_seconds"] = computing
+            if self.method.capabilities.one_exchange:
+                found |= {f"in all over {name} seconds": computing + needed for name, needed in seconds.items()}
         return found
 
     def _step_examples(self, batch: int, nodes_of_trainers: Sequence[Sequence[int]]) -> tuple[int, float]:
@@ -367,7 +370,7 @@ class Estimate:
         """The least and the most of every total that is known.
 
         `batch` and `workers` of a trainer, and of the run `rounds`, `tokens`, `flops`, `communications`, `sent_bytes`,
-        `compute_seconds` and `over LINK seconds`.
+        `compute_seconds`, `over LINK seconds` and their sum, `in all over LINK seconds`.
         """
         batches = [min(self._known_batches())]
         largest = self.largest_batch or batches[0]
