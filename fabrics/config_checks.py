@@ -60,7 +60,6 @@ def _model_problems(config: Config) -> list[str]:
 _PLANNED_WITH = {
     "distributed_algo": METHOD_APART,
     "number_of_initial_trainers": 1,
-    "communication_dtype": "float32",
     "statistics_estimator": "per_example",
     "batch_schedule": None,
     "balance": "equal",

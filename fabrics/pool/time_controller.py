@@ -20,6 +20,7 @@ from algorithms.schedule.controller import (
     next_plan,
     remaining_worth,
 )
+from algorithms.synchronisation import METHODS
 from fabrics.training.flat_model import FlatModel
 from fabrics.training.method_config import method_of, round_bytes
 from fabrics.training.optimizers import learning_rate_schedule
@@ -31,13 +32,22 @@ if TYPE_CHECKING:
 
 
 def with_best_method(config: Config, model: FlatModel, nodes: Sequence[Node], examples: int) -> Config:
-    """Return the configuration with the method that is worth more for its link; examples: of the training data."""
-    worth = {}
-    for name in (METHOD_APART, METHOD_TOGETHER):
-        candidate = dataclasses.replace(config, distributed_algo=name)
+    """Return the configuration with the method that is worth more for its link; examples: of the training data.
+
+    A method that does not support `communication_dtype` has float32.
+    """
+
+    def worth(candidate: Config) -> float:
         situation = _situation(candidate, model, nodes, config.max_requested_batch or examples)
-        worth[name] = remaining_worth(situation, next_plan(situation))
-    return dataclasses.replace(config, distributed_algo=max(worth, key=worth.__getitem__))
+        return remaining_worth(situation, next_plan(situation))
+
+    candidates = []
+    for name in (METHOD_APART, METHOD_TOGETHER):
+        encodings = METHODS[name]().capabilities.encodings
+        supported = encodings is None or config.communication_dtype in encodings
+        encoding = config.communication_dtype if supported else "float32"
+        candidates.append(dataclasses.replace(config, distributed_algo=name, communication_dtype=encoding))
+    return max(candidates, key=worth)
 
 
 def plan_round(config: Config, trainer: "Trainer", nodes: Sequence[Node], seconds: float, progress: float) -> RoundPlan:

@@ -341,13 +341,23 @@ def test_a_run_that_makes_the_most_of_its_time_leaves_nodes_idle_on_a_slow_link(
 
 
 def test_a_run_that_makes_the_most_of_its_time_is_synchronous_on_a_fast_link(tmp_path):
-    cluster = planned(link="100Gb/s", time_budget=60.0)
+    cluster = planned(link="100Gb/s", time_budget=60.0, communication_dtype="int4")
     cluster.train(Recorder(), tmp_path)
     # The configuration that a resume compares with is the one that the user gave.
     checkpoint = newest_checkpoint(tmp_path / "checkpoints", cluster.processes)
     assert "distributed_algo: DiLoCo" in (checkpoint.folder / "config.yaml").read_text()
-    assert cluster.config.distributed_algo == "Synchronous"
+    assert (cluster.config.distributed_algo, cluster.config.communication_dtype) == ("Synchronous", "float32")
     assert len(cluster.trainers[0].nodes) == 4
+
+
+def test_smaller_messages_pay_for_smaller_batches():
+    batches = {}
+    for encoding in ("float32", "int4"):
+        cluster = planned(link="100kb/s", time_budget=8000.0, communication_dtype=encoding)
+        cluster.run_round(Recorder())
+        assert (cluster.config.distributed_algo, cluster.config.communication_dtype) == ("DiLoCo", encoding)
+        batches[encoding] = cluster.round_plan.batch
+    assert batches["int4"] < batches["float32"]
 
 
 def test_the_slowest_node_is_idle_if_it_would_slow_the_others_down():
