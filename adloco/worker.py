@@ -805,13 +805,14 @@ def _check_model(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 def _plain_values(optimizer: torch.optim.Optimizer) -> list[dict]:
     """Return the values of each group of parameters that are plain, such as learning rates."""
-    plain = (bool, int, float, str, tuple, torch.Tensor)
+    kept = (bool, int, float, str, tuple)
+
+    def plain(value: Any) -> Any:
+        return value.tolist() if isinstance(value, torch.Tensor) else value
+
     return [
-        {name: value.tolist() if isinstance(value, torch.Tensor) else value for name, value in group.items()}
-        for group in (
-            {name: value for name, value in group.items() if isinstance(value, plain)}
-            for group in optimizer.param_groups
-        )
+        {name: plain(value) for name, value in group.items() if isinstance(plain(value), kept)}
+        for group in optimizer.param_groups
     ]
 
 
