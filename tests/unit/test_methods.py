@@ -559,7 +559,7 @@ def test_the_linear_estimate_is_never_below_the_variance_and_the_sketch_hardly_e
         ("Decoupled", {"qorum": 1}, "qorum: Decoupled has no such parameter; did you mean quorum?"),
         ("DelayedNesterov", {"buffer": 0}, "buffer: must be a positive integer, got 0"),
         ("DelayedNesterov", {"steps": 2, "dynamic_steps": True}, "steps: must be null with dynamic_steps, got 2"),
-        ("DelayedNesterov", {"dynamic_steps": True}, "DelayedNesterov needs node_speeds to let slower workers make"),
+        ("DelayedNesterov", {"dynamic_steps": True}, "needs the simulated speeds of node_speeds to let slower workers"),
     ],
 )
 def test_a_wrong_parameter_is_refused(method, parameters, problem):
