@@ -207,7 +207,7 @@ class RoundScheduler:
         if joining:
             sent = joining * sizes.joining + sizes.settling(working)
             reserve = self._budget.cost(redistribution_exchange(joining, sent))
-            # Without rounds no batch would grow, and nobody would join.
+            # Without rounds no batch would grow, and no worker would join.
             rounds, _ = affordable(used + min(reserve, max(0.0, self._budget.amount - used) / 2))
         return Remaining(counters.outer_steps, rounds, counters.examples, examples_left)
 

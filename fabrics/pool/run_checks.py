@@ -108,9 +108,8 @@ def check_inner_products(config: Config, nodes_per_trainer: int) -> None:
     if method not in NEED_INNER_PRODUCTS:
         return
     # Samples of a round; workers join only once the batch has grown.
-    samples = nodes_per_trainer if config.statistics_estimator == "per_example" else 1
-    if config.smallest_worker_batch is not None:
-        samples = 1
+    several = config.statistics_estimator == "per_example" and config.smallest_worker_batch is None
+    samples = nodes_per_trainer if several else 1
     # After many rounds they count as samples (1 + s) / (1 - s), of which the error needs more than three.
     needed = (3 - samples) / (3 + samples)
     if config.batch_test_confidence > 0.0 and config.statistics_smoothing <= needed:

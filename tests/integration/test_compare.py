@@ -205,6 +205,14 @@ def test_a_comparison_of_which_no_outcome_is_left_has_the_metric_of_its_new_runs
     assert carry_out(other, SyntheticRunner("b"), tmp_path)["metric"]["name"] == "perplexity"
 
 
+def test_outcomes_that_were_recorded_for_other_hardware_are_named(tmp_path):
+    raw = carry_out(small_comparison(tmp_path), SyntheticRunner("a"), tmp_path)
+    (tmp_path / "small.json").write_text(json.dumps(raw))
+    slower = small_comparison(tmp_path, hardware=[{"name": "paper", "t_min": 1.0, "t_example": 1.0}])
+    with pytest.raises(ComparisonError, match="the recorded outcomes are for other hardware or networks: "):
+        carry_out(slower, None, tmp_path)
+
+
 # Runs
 
 

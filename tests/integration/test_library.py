@@ -402,6 +402,7 @@ def test_processes_begin_alike_or_not_at_all(two_processes):
             "type of the model's device",
             "optimizer",
             "optimizer, rates",
+            "optimizer, rates in tensors",
             "trainable parameters",
             "arguments",
             "examples",

@@ -91,7 +91,7 @@ def test_two_calls_of_train_give_the_bits_of_the_program_and_leave_nothing_behin
     for _ in range(2):
         run = train(write_config(tmp_path, cache_dir), **values)
         assert state() == before
-        assert own.stream is not None  # nobody has closed it
+        assert own.stream is not None  # it is still open
         assert not torch.distributed.is_initialized()
         assert_same_run(run.folder, finished[0])
         assert run.perplexity == run.summary["final_metric"] == run.training_log["validation_metric"][-1]

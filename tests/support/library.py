@@ -136,6 +136,8 @@ def begin_with_unlike_processes(interrupted: list[dict], alone: dict) -> dict:
     attempt("optimizer", lambda: adloco.Worker(model, optimizer(model.second.parameters(), lr=0.1)))
     rates = torch.optim.SGD(model.second.parameters(), lr=(0.1, 0.2)[rank])
     attempt("optimizer, rates", lambda: adloco.Worker(model, rates))
+    tensors = torch.optim.SGD(model.second.parameters(), lr=torch.tensor((0.1, 0.2)[rank]))
+    attempt("optimizer, rates in tensors", lambda: adloco.Worker(model, tensors))
     model.first.requires_grad_(rank == 1)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     attempt("trainable parameters", lambda: adloco.Worker(model, torch.optim.SGD(trained, lr=0.1)))

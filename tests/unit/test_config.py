@@ -320,6 +320,8 @@ def test_a_number_with_a_unit_is_refused_with_the_unit_of_the_key(assignment, un
 
 def test_a_leading_zero_is_not_base_eight():
     assert parse_config({}, ["number_of_outer_steps=010"])[0].number_of_outer_steps == 10
+    overrides = ["number_of_outer_steps=1", "model_config.hidden_size=0_64"]
+    assert parse_config({}, overrides)[0].model_config["hidden_size"] == 64
 
 
 @pytest.mark.parametrize("text", ["2026-02-31", "!!bool maybe", "!!timestamp now", "9" * 5000])

@@ -132,7 +132,8 @@ def test_statistics_that_could_never_be_taken_are_refused(settings, key):
 
 def test_samples_of_several_workers_need_less_smoothing():
     """Two workers with a smoothing of 0.25 count as 2 (1.25 / 0.75) > 3 samples."""
-    tiny_cluster(**INNER_PRODUCTS, batch_test_confidence=2.0, statistics_smoothing=0.25)
+    cluster = tiny_cluster(**INNER_PRODUCTS, batch_test_confidence=2.0, statistics_smoothing=0.25)
+    assert [len(trainer.nodes) for trainer in cluster.trainers.values()] == [2] * 4
 
 
 def test_micro_batches_of_one_example_give_the_statistics_of_larger_ones():
