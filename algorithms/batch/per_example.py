@@ -311,11 +311,14 @@ class PerExampleProbe:
             if not (torch.is_grad_enabled() and output.requires_grad):
                 return
             x = _first_input(args, kwargs)
-            if x.shape[0] != self.batch_size:
-                hint = "; give it positions.expand_as(tokens)" if isinstance(module, nn.Embedding) else ""
+            needed = f"an input [{self.batch_size} examples, ...]"
+            hint = ""
+            if isinstance(module, nn.Embedding):  # of one dimension it could be the positions of all examples
+                needed = f"indices [{self.batch_size} examples, tokens]"
+                hint = "; give it positions.expand_as(tokens), or labels.unsqueeze(1)"
+            if x.shape[0] != self.batch_size or (hint and x.dim() == 1):
                 raise UnsupportedModuleError(
-                    f"per-example statistics need the batch of {self.batch_size} examples as first dimension "
-                    f"of every input, but '{path}' got {tuple(x.shape)}{hint}"
+                    f"per-example statistics need {needed}, but '{path}' got {tuple(x.shape)}{hint}"
                 )
             kept = _Kept.apply(self._anchor, x.detach())  # before PyTorch 2.13 its node does not live without it
             output.register_hook(lambda delta: self._on_output_gradient(module, *kept.grad_fn.saved_tensors, delta))

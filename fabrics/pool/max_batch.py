@@ -10,7 +10,6 @@ import statistics
 from collections.abc import Callable
 
 import numpy as np
-import psutil
 import torch
 
 from algorithms.batch.per_example import UnsupportedModuleError
@@ -25,6 +24,7 @@ from fabrics.training.worker import TrainingError
 from utils.config.schema import Config, ConfigError
 from utils.distributed.devices import is_out_of_memory
 from utils.distributed.processes import Processes
+from utils.host_memory import host_memory
 from utils.progress import progress_bar
 
 # From a number of examples to the bytes of a step; None: the device ran out of memory.
@@ -110,8 +110,7 @@ def device_memory(device: torch.device) -> tuple[int, int]:
         free, memory = torch.cuda.mem_get_info(device)
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return memory, memory - free - cached
-    state = psutil.virtual_memory()
-    return state.total, state.total - state.available
+    return host_memory()
 
 
 def calculate_max_batch(

@@ -13,7 +13,6 @@ from unittest.mock import patch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import numpy as np
-import psutil
 import torch
 import yaml
 from torch.distributed.fsdp import FSDPModule
@@ -256,8 +255,7 @@ def measured_max_batch(processes: Processes, free: int) -> int:
     """The max batch of a run whose last device has n free bytes, and the others 2 n."""
     size = processes.shard_group.size
     free *= 1 if processes.shard_group.index == size - 1 else 2
-    memory = psutil.virtual_memory()._replace(total=free, available=free)
-    with patch("fabrics.pool.max_batch.psutil.virtual_memory", lambda: memory):
+    with patch("fabrics.pool.max_batch.host_memory", lambda: (free, 0)):
         cluster = Cluster(make_config(**(_START | {"max_batch_size": None})), tiny_data(), processes)
     (found,) = {node.max_batch for node in cluster.nodes}
     return found

@@ -221,7 +221,8 @@ def test_an_unknown_module_is_named_unless_it_is_frozen():
     PerExampleProbe(model, batch_size=2)
 
 
-def test_positions_without_a_dimension_of_examples_say_what_helps():
+@pytest.mark.parametrize("examples", [2, 3])  # with three there are as many positions as examples
+def test_positions_without_a_dimension_of_examples_say_what_helps(examples):
     class Positions(nn.Module):
         def __init__(self):
             super().__init__()
@@ -232,7 +233,7 @@ def test_positions_without_a_dimension_of_examples_say_what_helps():
 
     expected = r"'position' got \(3,\); give it positions.expand_as\(tokens\)"
     with pytest.raises(UnsupportedModuleError, match=expected):
-        probes_of(Positions(), torch.zeros(2, 3, dtype=torch.long), (2,))
+        probes_of(Positions(), torch.zeros(examples, 3, dtype=torch.long), (examples,))
 
 
 class Sneaky(nn.Module):

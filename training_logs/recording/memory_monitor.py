@@ -6,6 +6,8 @@ from pathlib import Path
 import psutil
 import torch
 
+from utils.host_memory import host_memory
+
 # Name of a process or device; bytes allocated, reserved, allocated at most, and in all.
 Use = tuple[str, int, int, int, int]
 
@@ -13,7 +15,7 @@ Use = tuple[str, int, int, int, int]
 def memory_use(device: torch.device) -> list[Use]:
     """Measure the memory that this process uses on the host and on its device, if that is a GPU."""
     resident = psutil.Process().memory_info().rss
-    uses = [("process", resident, resident, _peak_resident(resident), psutil.virtual_memory().total)]
+    uses = [("process", resident, resident, _peak_resident(resident), host_memory()[0])]
     if device.type == "cuda":
         allocated = torch.cuda.memory_allocated(device)
         reserved = torch.cuda.memory_reserved(device)
@@ -38,9 +40,8 @@ def memory_rows(stage: str, outer_step: int, seconds: float, processes: Sequence
 
     processes: results of memory_use in the processes of the run; this one comes first.
     """
-    host = psutil.virtual_memory()
-    in_use = host.total - host.available
-    uses = [("host", in_use, in_use, in_use, host.total)]
+    memory, in_use = host_memory()
+    uses = [("host", in_use, in_use, in_use, memory)]
     for number, own in enumerate(processes):
         for name, *use in own:
             device = f"{name} of process {number}" if number else name
