@@ -2,8 +2,8 @@
 
 `Cluster.run_round` is one round. Most decisions are pure functions in `algorithms`; the work on a model is in
 `trainers`; an observer records what happens. Every process of a run has a cluster. All take the same decisions, because
-they gather the same reports once per round, before the decisions. Tensors, and the work on them, are divided over the
-processes.
+they gather the same reports once per round: the next batches follow from these, and from them the next round. Tensors,
+and the work on them, are divided over the processes.
 """
 
 import dataclasses
@@ -52,7 +52,7 @@ class LocalEvaluation(NamedTuple):
 
 
 class ProcessReport(NamedTuple):
-    """A process's message to all others, once per round."""
+    """What a process tells all others, once per round."""
 
     trained: dict[int, TrainedPart]  # by trainer
     evaluated: LocalEvaluation
@@ -150,7 +150,7 @@ class Cluster:
                 return {}
             if result is None or not result.evaluations:
                 return self.evaluate()
-            evaluations = {trainer: result.evaluations[trainer] for trainer in self.trainers}
+            evaluations = {number: result.evaluations[number] for number in self.trainers}
             if result.merge is not None:
                 evaluations[result.merge.representative] = result.merged
             return evaluations
@@ -183,7 +183,7 @@ class Cluster:
         # The work of this process, and the reports of all processes.
         local_steps = self._local_steps(splits, schedule)
         observer.on_round_start(round_number, schedule.progress_before, local_steps)
-        self.processes.stalls.begin_round(round_number, local_steps, self._progress)
+        self.processes.stalls.begin_round(round_number, local_steps, self._activity)
         trained = self._train(splits, schedule, partial(self._on_step, observer, checkpoint_policy))
         evaluated = self._evaluate_locally(self.trainers) if evaluates else LocalEvaluation({}, 0.0)
         report = ProcessReport(trained, evaluated, memory_use(self.model.device), checkpoint_policy.vote())
@@ -288,7 +288,7 @@ class Cluster:
         observer.on_step()
         checkpoint_policy.after_step()
 
-    def _progress(self) -> int:
+    def _activity(self) -> int:
         """A number that changes with every forward pass of this process, and every piece of a tensor exchanged."""
         return self.model.passes + self.processes.moved
 
@@ -303,6 +303,13 @@ class Cluster:
         for trainer in self.trainers.values():
             parts = [process.trained[trainer.id] for process in processes if trainer.id in process.trained]
             reports[trainer.id] = trainer.conclude_round(splits[trainer.id], schedule, parts)
+        self._count(reports, processes, warn)
+        return reports
+
+    def _count(
+        self, reports: Mapping[int, RoundReport], processes: Sequence[ProcessReport], warn: Callable[[str], None]
+    ) -> None:
+        """Add a round to the counters and to the virtual clock, and tell the nodes how fast they were."""
         counters = self.counters
         counters.outer_steps += 1
         if len(self.nodes) > 1 and sum(len(report.workers) for report in reports.values()) == 1:
@@ -322,8 +329,7 @@ class Cluster:
         recipients = method_of(self.config).capabilities.recipients
         self.scheduler.count_link_seconds(counters, synchronisation_exchange(sent, recipients))
         self.scheduler.count_round(counters, reports.values())
-        self.pool.update([worker for report in reports.values() for worker in report.workers.values()])
-        return reports
+        self.pool.update([record for report in reports.values() for record in report.workers.values()])
 
     def _merge(self) -> tuple[Merge, Exchange]:
         """Merge the trainers that the policy picks into their representative; communications and bytes are counted."""
@@ -332,7 +338,7 @@ class Cluster:
         problem = merge.problem(self.trainers)
         if problem is not None:
             raise TrainingError(f"merging_policy: {policy} {problem}")
-        others = [self.trainers.pop(trainer) for trainer in merge.weights if trainer != merge.representative]
+        others = [self.trainers.pop(number) for number in merge.weights if number != merge.representative]
         representative = self.trainers[merge.representative]
         sent = representative.absorb(others, merge.weights)
         self.counters.bytes_merged += sent
@@ -373,7 +379,7 @@ class Cluster:
         folders, problem = save_models(
             folder,
             self.trainers,
-            lambda trainer: self.trainers[trainer].worker_group.parameters_for(main_node),
+            lambda number: self.trainers[number].worker_group.parameters_for(main_node),
             self.model,
             self.data.tokenizer,
             self.processes,

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -363,13 +364,35 @@ def set_up(
     return cluster, done_by_all(processes, recorder), folder
 
 
+def say_how_to_resume(folder: Path) -> None:
+    from training_logs.recording.run_folder import logger
+
+    if has_checkpoint(folder):
+        logger.info("to resume: python run.py --resume %s", shlex.quote(str(folder)))
+
+
+def finish_for_main_thread(cluster: "Cluster", recorder: "Observer", folder: Path, reason: str) -> None:
+    """Report the end of a run whose main thread waits for a lost process, or in a long round."""
+    from training_logs.recording.run_folder import logger
+    from utils.distributed.signals import STOPPED_IN_ROUND
+
+    stopped = reason.endswith(STOPPED_IN_ROUND)
+    if stopped:
+        logger.warning("%s", reason)
+    else:
+        logger.error("error: %s", reason)
+    say_how_to_resume(folder)  # first, as there is little time
+    recorder.finish(cluster, {}, "interrupted" if stopped else "failed", {})
+    recorder.close()
+
+
 def train_and_record(cluster: "Cluster", recorder: "Observer", folder: Path) -> tuple[int, BaseException | None]:
     """Train, evaluate, save and report; return the exit status, and the error that ended the training."""
     from fabrics.pool.device_errors import DeviceLostError
     from fabrics.training.worker import TrainingError
     from training_logs.recording.run_folder import logger
     from utils.distributed.peers import PeerLostError
-    from utils.distributed.signals import STOPPED_IN_ROUND, StoppedInRoundError
+    from utils.distributed.signals import StoppedInRoundError
 
     processes = cluster.processes
     models_folder = folder / MODELS_FOLDER
@@ -381,22 +404,8 @@ def train_and_record(cluster: "Cluster", recorder: "Observer", folder: Path) -> 
     interrupted = STATUS_INTERRUPTED if processes.is_main else 0
     ended_by = None
 
-    def say_how_to_resume() -> None:
-        if has_checkpoint(folder):
-            logger.info("to resume: python run.py --resume %s", shlex.quote(str(folder)))
-
-    def finish_for_main_thread(reason: str) -> None:
-        stopped = reason.endswith(STOPPED_IN_ROUND)
-        if stopped:
-            logger.warning("%s", reason)
-        else:
-            logger.error("error: %s", reason)
-        say_how_to_resume()  # first, as there is little time
-        recorder.finish(cluster, {}, "interrupted" if stopped else "failed", {})
-        recorder.close()
-
     if processes.is_main:
-        processes.finish_by(finish_for_main_thread)
+        processes.finish_by(partial(finish_for_main_thread, cluster, recorder, folder))
     try:
         with StopRequest(speaks=processes.is_main) as stop:
             evaluations = cluster.train(recorder, folder, stop)
@@ -437,7 +446,7 @@ def train_and_record(cluster: "Cluster", recorder: "Observer", folder: Path) -> 
                 logger.exception("the models cannot be saved")
         recorder.finish(cluster, evaluations if status == "completed" else {}, status, models or {})
         if code:
-            say_how_to_resume()
+            say_how_to_resume(folder)
         recorder.close()
     return code, ended_by
 

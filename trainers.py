@@ -1,8 +1,8 @@
 """A trainer: one model instance with its workers, its data and its requested batch.
 
 Every process has every trainer and takes the same decisions; a trainer's tensors are only where its workers are. A
-round therefore has two parts. `train_round` is the work, done by the processes that have workers. `conclude_round` is
-the decisions, taken by all processes from the reports of all workers.
+round therefore has three parts. All processes divide the work (`split_work`), those with workers do it (`train_round`),
+and all take the decisions from the reports of all workers (`conclude_round`).
 """
 
 import time
@@ -144,7 +144,7 @@ class Trainer:
         vectors = {index: loop.vector for index, loop in outer_round.loops.items()}
         records = compare_workers(worker_group, measurement, records, vectors)
         worker_count = len(split.participants)
-        sent = measurement.sent_bytes(worker_count, worker_group.parameter_count, worker_group.dtype)
+        sent = measurement.sent_bytes(worker_count, worker_group.model)
         if sent:
             sent_each = sent / worker_count
             outer_round.events.append(Event("statistics", schedule.inner_steps, sent_each, sent_each))
@@ -215,28 +215,28 @@ class Trainer:
     def _participants(self, worker_count: int) -> tuple[int, ...]:
         return draw_participants(self._config.participants, self._round_key, worker_count)
 
-    def _warnings(self, workers: Mapping[int, WorkerRound]) -> list[str]:
+    def _warnings(self, records: Mapping[int, WorkerRound]) -> list[str]:
         place = f"round {self.rounds + 1}"
         warnings = []
-        for index, worker in workers.items():
-            if worker.left_out:
-                warnings.append(f"{place}: worker {index} is left out of the average: {worker.left_out}")
-            if worker.max_batch < self.nodes[index].max_batch:
+        for index, record in records.items():
+            if record.left_out:
+                warnings.append(f"{place}: worker {index} is left out of the average: {record.left_out}")
+            if record.max_batch < self.nodes[index].max_batch:
                 warnings.append(
-                    f"{place}: node {worker.node} ran out of memory; its max batch is {worker.max_batch} from now on, "
+                    f"{place}: node {record.node} ran out of memory; its max batch is {record.max_batch} from now on, "
                     f"and worker {index} ran the same examples in smaller parts"
                 )
         return warnings
 
-    def _unexpected_bytes(self, workers: Mapping[int, WorkerRound], events: Sequence[Event]) -> list[str]:
+    def _unexpected_bytes(self, records: Mapping[int, WorkerRound], events: Sequence[Event]) -> list[str]:
         """Warn once if the workers sent other bytes than the method expects (`bytes_per_round`)."""
-        incomplete = any(worker.left_out or worker.message_lost for worker in workers.values())
-        if self._bytes_checked or incomplete or len(workers) == 1:
+        incomplete = any(record.left_out or record.message_lost for record in records.values())
+        if self._bytes_checked or incomplete or len(records) == 1:
             return []
         self._bytes_checked = True
         group = self.worker_group
-        sent = sum(event.bytes_per_worker for event in events if event.kind != "statistics") * len(workers)
-        expected = round_bytes(self._config, group.method, group.model, len(workers), measures=False)
+        sent = sum(event.bytes_per_worker for event in events if event.kind != "statistics") * len(records)
+        expected = round_bytes(self._config, group.method, group.model, len(records), measures=False)
         if abs(sent - expected) <= 0.01 * expected:
             return []
         said = f"its bytes_per_round says {byte_size(expected)}: --plan and budgets will be wrong (docs/extending.md)"
@@ -297,17 +297,17 @@ class Trainer:
 def first_trainers(
     config: Config,
     data: TaskData,
-    assignment: Mapping[int, tuple[int, ...]],
+    nodes_of: Mapping[int, tuple[int, ...]],
     model: FlatModel,
     processes: Processes,
 ) -> dict[int, Trainer]:
-    """Return the trainers at the start of a run; assignment: the nodes that each will get."""
+    """Return the trainers at the start of a run; nodes_of: the nodes that each will get."""
     sizes = data.shares and [share["examples"] for share in data.shares]
     cursors = initial_cursors(config, len(data.train), sizes)
     trainers = {}
-    for trainer, cursor in enumerate(cursors):
+    for number, cursor in enumerate(cursors):
         parameters = None
-        if any(processes.owns(node) for node in assignment[trainer]):
-            parameters = initial_parameters(config, data, trainer, model)
-        trainers[trainer] = Trainer(trainer, config, parameters, cursor, data.train, model, processes)
+        if any(processes.owns(node) for node in nodes_of[number]):
+            parameters = initial_parameters(config, data, number, model)
+        trainers[number] = Trainer(number, config, parameters, cursor, data.train, model, processes)
     return trainers

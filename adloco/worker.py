@@ -592,8 +592,7 @@ class Worker:
             measurement = current.measurement
             vectors = {self.index: current.vector}
             compared = compare_workers(self._group_links(), measurement, {self.index: own}, vectors)
-            sent = measurement.sent_bytes(self.workers, self._model.parameter_count, self._model.parameters.dtype)
-            self.bytes_communicated += sent
+            self.bytes_communicated += measurement.sent_bytes(self.workers, self._model)
             records = dict(enumerate(self._gather(compared[self.index])))
             samples, between, warning = samples_for_test(self._config, records)
         largest = self._config.max_requested_batch or self._examples

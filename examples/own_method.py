@@ -27,7 +27,7 @@ class Agreement(Method):
         for worker in group.local_workers:
             lengths.add(worker, (worker.to_device(x) - worker.parameters).square().sum()[None])
         squared = lengths.result()
-        delta = group.pseudo_gradient()
+        delta = group.mean_pseudo_gradient()
         if delta is not None:
             agreement = (delta.square().sum() / squared.clamp_min(1e-30)).sqrt()
             x.sub_(delta * agreement.clamp_min(self.floor))

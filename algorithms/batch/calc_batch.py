@@ -66,15 +66,16 @@ def lower_ratio(
     """
     n = max(numerator, 0.0)
     d = max(denominator, 0.0)
-    upper = confidence * denominator_error
-    lower = n**2 - (confidence * numerator_error) ** 2
-    if math.isnan(lower):
-        return lower
-    if lower <= 0.0:
+    n_margin = confidence * numerator_error
+    d_margin = confidence * denominator_error
+    excess = n**2 - n_margin**2
+    if math.isnan(excess):
+        return excess
+    if excess <= 0.0:
         return 0.0
-    # The smaller root of r^2 (d^2 - upper^2) - 2 r n d + lower = 0, in the form that holds for any sign of the first.
-    scale = n * d + math.sqrt((d * confidence * numerator_error) ** 2 + upper**2 * lower)
-    return lower / scale if scale != 0.0 else math.inf
+    # The smaller root of r^2 (d^2 - d_margin^2) - 2 r n d + excess = 0, in the form for any sign of the first bracket.
+    divisor = n * d + math.sqrt((d * n_margin) ** 2 + d_margin**2 * excess)
+    return excess / divisor if divisor != 0.0 else math.inf
 
 
 def _squared_norm(s: GradientStatistics, batch: int, debias: bool) -> tuple[float, float]:
@@ -157,7 +158,7 @@ def bounded_request(current: int, answer: int | None, max_batch_growth: float | 
         return current
     if max_batch_growth is not None and answer > current * max_batch_growth:
         smallest_growth = 1 if max_batch_growth > 1.0 else 0
-        answer = min(answer, max(math.floor(current * max_batch_growth), current + smallest_growth))
+        answer = max(math.floor(current * max_batch_growth), current + smallest_growth)
     return max(current, min(answer, max_request))
 
 
@@ -262,13 +263,17 @@ class BatchControl:
             return statistics, None
         eta = eta_during(settings.parameters.eta, settings.eta_at_end, progress)
         parameters = dataclasses.replace(settings.parameters, eta=eta)
-        answer = self._test(statistics, parameters, effective_batch)
-        if not (answer is None or (isinstance(answer, Real) and not math.isnan(answer))):
-            raise TypeError(f"sampling_method: {settings.test} must give a number of examples or None, got {answer!r}")
-        if answer is not None and math.isfinite(answer):
-            answer = math.ceil(answer)  # a test of a plugin may give a fraction
+        answer = self._answer(statistics, parameters, effective_batch)
         self.requested_batch = bounded_request(self.requested_batch, answer, settings.max_batch_growth, largest_request)
         return statistics, None
+
+    def _answer(self, statistics: GradientStatistics, parameters: BatchTestParameters, batch: int) -> float | None:
+        """Return the batch for which the test asks, a whole number or infinity; that of a plugin is checked."""
+        answer = self._test(statistics, parameters, batch)
+        if not (answer is None or (isinstance(answer, Real) and not math.isnan(answer))):
+            name = self._settings.test
+            raise TypeError(f"sampling_method: {name} must give a number of examples or None, got {answer!r}")
+        return math.ceil(answer) if answer is not None and math.isfinite(answer) else answer
 
     def state_dict(self) -> dict:
         return {

@@ -112,7 +112,7 @@ class Decoupled(Method):
             group.values.update(values)
 
     def _send(self, group: Group, part: Part | None, sent: "Sent") -> None:
-        diloco_step(group, group.pseudo_gradient(part, sent.back - sent.stop, sent.weights), part)
+        diloco_step(group, group.mean_pseudo_gradient(part, sent.back - sent.stop, sent.weights), part)
 
     def _answer(self, group: Group, part: Part | None, answered: "Answered") -> None:
         shared = read_part(group.shared["parameters"], part)

@@ -116,7 +116,7 @@ class FDA(Method):
         parameters = shared["parameters"]
         point = shared["synchronised"]
         parameters.copy_(point)
-        delta = group.pseudo_gradient()
+        delta = group.mean_pseudo_gradient()
         if delta is None:
             return
         warms_up = group.inner.learning_rate > group.values["learning_rate"]

@@ -1,4 +1,4 @@
-"""The workers of a trainer at a stop of a round, as their synchronisation method sees them.
+"""The workers of a trainer in a round, as their synchronisation method sees them.
 
 Everything that workers send each other goes through an accumulator of this file and is counted here. Create it, `add`
 each local worker's tensor or message, then ask for the `result`. All processes create the same accumulators in the same
@@ -101,7 +101,7 @@ class Outer:
 
 
 class Group:
-    """The workers of a trainer at a stop.
+    """The workers of a trainer in a round; the clock says at which stop.
 
     Args:
         workers: the trainer's workers (fabrics.training.worker_group).
@@ -195,7 +195,7 @@ class Group:
         accumulator = self._workers.mean(like, encoding, by_number) if like.numel() else None
         return WorkerMean(accumulator, event, self._events, encoding, like, part)
 
-    def pseudo_gradient(
+    def mean_pseudo_gradient(
         self, part: Part | None = None, behind: int = 0, weights: Mapping[int, float] | None = None
     ) -> torch.Tensor | None:
         """Return the mean of (shared parameters - replica), or a part of it; see `mean`."""

@@ -78,7 +78,7 @@ class LoCoDL(Method):
         return range(1, group.clock.inner_steps + 1)
 
     def settle(self, group: Group) -> None:
-        delta = group.pseudo_gradient()
+        delta = group.mean_pseudo_gradient()
         if delta is not None:
             group.shared["parameters"].sub_(delta, alpha=0.5)
 

@@ -58,6 +58,6 @@ class SPARTA(Method):
             for worker in group.local_workers:
                 worker.parameters[worker.to_device(positions)] = worker.to_device(mean)
         if self.with_diloco and group.clock.step == group.clock.inner_steps:
-            diloco_step(group, group.pseudo_gradient())
+            diloco_step(group, group.mean_pseudo_gradient())
             for worker in group.local_workers:
                 worker.parameters.copy_(worker.to_device(group.shared["parameters"]))

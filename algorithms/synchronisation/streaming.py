@@ -91,7 +91,7 @@ class StreamingDiLoCo(Method):
     def _send(self, group: Group, name: str, part: Part | None) -> None:
         if name in group.values:  # the round was shorter than the delay
             self._arrive(group, part)
-        diloco_step(group, group.pseudo_gradient(part, behind=self.delay), part)
+        diloco_step(group, group.mean_pseudo_gradient(part, behind=self.delay), part)
 
     def _arrive(self, group: Group, part: Part | None) -> None:
         shared = read_part(group.shared["parameters"], part)

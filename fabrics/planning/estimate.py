@@ -64,7 +64,7 @@ def activation_bytes(config: Config, module: nn.Module) -> tuple[int, int] | Non
     shape = getattr(module, "config", None)
     hidden = getattr(shape, "hidden_size", None)
     layers = getattr(shape, "num_hidden_layers", None)
-    if hidden is None or layers is None:
+    if hidden is None or not layers:
         return None
     tokens = config.sequence_length
     itemsize = 2 if config.autocast is not None else 4

@@ -13,10 +13,11 @@ import numpy as np
 import torch
 
 from algorithms.batch.per_example import UnsupportedModuleError
+from algorithms.batch.switch_mode import ExecutionPlan
 from algorithms.synchronisation.encodings import COMMUNICATION_DTYPES
 from fabrics.data.examples import Examples
 from fabrics.training.flat_model import FlatModel
-from fabrics.training.inner_loop import backward, probed_backward
+from fabrics.training.inner_loop import accumulate_gradients
 from fabrics.training.method_config import method_of
 from fabrics.training.optimizers import inner_optimizer_of
 from fabrics.training.statistics import probes_examples
@@ -220,14 +221,14 @@ def measured_max_batches(
 
 
 def _measured_max_batch(config: Config, model: FlatModel, examples: Examples, sharing: int, reserved: int) -> int:
-    # A probed step needs more than a plain one.
-    step = probed_backward if probes_examples(config) or model.compares_devices else backward
+    probe = probes_examples(config) or model.compares_devices  # such a step needs more than a plain one
     devices = model.shard_group.size
 
     def run(count: int) -> None:
         model.gradient.zero_()
         indices = np.full(count * devices, examples.largest)
-        if model.attempt(lambda: step(model, examples, indices)) is None:
+        plan = ExecutionPlan((len(indices),))
+        if model.attempt(lambda: accumulate_gradients(model, examples, plan, indices, probe)) is None:
             raise MemoryError(f"a step with {count} examples did not fit")
 
     try:

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from fabrics.training.work_split import scheduled_nodes
 from fabrics.training.worker import Node, WorkerRound
 from utils.config.schema import Config, ConfigError
 
@@ -40,7 +39,11 @@ class NodePool:
 
     def working(self, progress: float) -> tuple[Node, ...]:
         """The nodes that work at this progress of the run, 0 to 1: the first ones, as many as scheduled."""
-        return self.nodes if self._schedule is None else self.nodes[: scheduled_nodes(self._schedule, progress)]
+        if self._schedule is None:
+            return self.nodes
+        # The first entry of the schedule is (0, nodes).
+        count = next(nodes for share, nodes in reversed(self._schedule) if share <= progress)
+        return self.nodes[: int(count)]
 
     def fastest(self, progress: float) -> tuple[Node, ...]:
         """The nodes that work at this progress of a run with `node_speeds`, the fastest first."""

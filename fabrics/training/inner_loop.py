@@ -72,13 +72,6 @@ def backward(
     return loss.detach()
 
 
-def probed_backward(model: FlatModel, examples: Examples, indices: np.ndarray) -> tuple[torch.Tensor, PerExampleProbe]:
-    """Add the gradient of the mean loss of these examples; return the loss, and their probe."""
-    with model.probe(len(indices), products=True) as probe:
-        loss = backward(model, examples, indices, eager=True)
-    return loss, probe
-
-
 class InnerLoop:
     """A worker's inner steps in a round.
 
@@ -151,7 +144,7 @@ class InnerLoop:
         # Workers with a shared start have the same parameters in the first step only. One example has no variance.
         probe = self.done == 0 and assignment.measurement.probed_parts > 0 and self._plan.effective_batch > 1
         indices = assignment.read(assignment.offsets[self.done], self._plan.effective_batch)
-        self._plan, loss, probes = self._accumulate(self._plan, indices, probe)
+        self._plan, loss, probes = self._accumulate(self._plan, indices, probe, self.done)
         self._losses[self.done] = loss
         if self.done == 0:
             self._take_statistics(self._plan.effective_batch, probes)
@@ -164,9 +157,12 @@ class InnerLoop:
         self._on_step()
 
     def _accumulate(
-        self, plan: ExecutionPlan, indices: np.ndarray, probe: bool
+        self, plan: ExecutionPlan, indices: np.ndarray, probe: bool, step: int
     ) -> tuple[ExecutionPlan, torch.Tensor, list[PerExampleProbe]]:
-        """Add the gradient of these examples to the model's; return the plan to go on with, mean loss and probes."""
+        """Add the gradient of these examples to the model's; return the plan to go on with, mean loss and probes.
+
+        step: seeds dropout if the pass is made again.
+        """
         assignment = self._assignment
         while True:
             parts = in_parts(plan, assignment.measurement.probed_parts) if probe else plan
@@ -177,7 +173,7 @@ class InnerLoop:
             # Parameters and moments are untouched: the step is made again.
             plan = self._smaller_plan(parts)
             self._model.gradient.zero_()
-            self._seed_dropout(self.done)
+            self._seed_dropout(step)
 
     def _update(self, learning_rate: float) -> None:
         gradient = self._model.gradient
@@ -195,12 +191,13 @@ class InnerLoop:
 
     def _take_probe_batch(self) -> None:
         """Take statistics of the trainer's next examples, without training on them or moving on."""
-        self._seed_dropout(len(self._assignment.learning_rates))
-        indices = self._assignment.probe()
+        step = len(self._assignment.learning_rates)  # that no inner step of the round has
+        self._seed_dropout(step)
+        indices = self._assignment.probe_indices()
         if len(indices) <= self._plan.effective_batch:  # of few data the step itself has as many
             return
         plan = only_gradient_accumulation(len(indices), self.worker.node.max_batch)
-        _, _, probes = self._accumulate(plan, indices, probe=True)
+        _, _, probes = self._accumulate(plan, indices, True, step)
         self._take_statistics(len(indices), probes)
         self._model.gradient.zero_()
 
@@ -255,7 +252,7 @@ class InnerLoop:
 
     # Report
 
-    def record(self, message_lost: bool = False) -> WorkerRound:
+    def record(self, message_lost: bool) -> WorkerRound:
         assignment = self._assignment
         losses = self._losses[: self.done].tolist()
         steady = len(losses) > 1

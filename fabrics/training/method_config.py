@@ -92,7 +92,7 @@ def round_bytes(config: Config, method: Method, model: FlatModel, workers: int, 
     mean = encoding.reduction_bytes(workers, elements, dtype)
     message = encoding.sent_bytes(elements, dtype)
     exchanged = method.capabilities.bytes_per_round(workers, mean, message, model.blocks, dtype)
-    return round(exchanged) + measurement_of(config, workers, measures).sent_bytes(workers, elements, dtype)
+    return round(exchanged) + measurement_of(config, workers, measures).sent_bytes(workers, model)
 
 
 def settling_bytes(method: Method, model: FlatModel, workers: int) -> float:

@@ -24,7 +24,9 @@ class OuterRound:
 
     Attributes:
         group: the workers as the method sees them.
+        events: what the workers have sent each other.
         lost_messages: numbers of the workers whose messages are lost in this round.
+        loops: the inner steps of the local participants, by number.
     """
 
     def __init__(
@@ -73,23 +75,21 @@ class OuterRound:
         """Run the inner steps of all local workers, and bring the workers together at every stop of the method."""
         method = self._method
         group = self.group
-        group.local_workers = self._in_mean()
+        replicas = method.keeps == "replica"
+        group.local_workers = self._in_mean()  # the method's stops may depend on them
         for stop in self._stops():
             group.clock.step = stop
             group.inner.learning_rate = self._learning_rates[stop - 1]
-            if method.keeps == "replica":
-                for loop in self.loops.values():
-                    loop.run(until=stop)
-                group.local_workers = self._in_mean()
-                method.exchange(group)
-                continue
-            incoming = method.incoming(group)
+            incoming = None if replicas else method.incoming(group)
             for index, loop in self.loops.items():
                 loop.run(until=stop)
-                if self._sends(index):
+                if not replicas and self._sends(index):
                     incoming.add(self._local[index], self._message(index))
-            result = incoming.result()
             group.local_workers = self._in_mean()
+            if replicas:
+                method.exchange(group)
+                continue
+            result = incoming.result()
             if result is not None and len(result):  # otherwise no worker is in the mean
                 method.apply(group, result)
         if self._config.message_loss:  # a lost message takes its answer along

@@ -33,6 +33,7 @@ from fabrics.training.optimizers import learning_rate_schedule
 from utils.config.schema import Config
 
 if TYPE_CHECKING:
+    from fabrics.training.flat_model import FlatModel
     from fabrics.training.worker import WorkerRound
     from fabrics.training.worker_group import WorkerGroup
 
@@ -80,10 +81,10 @@ class Measurement:
     probed_parts: int = 0
     compared: Literal["nothing", "gradient", "sketch"] = "nothing"
 
-    def sent_bytes(self, worker_count: int, parameter_count: int, dtype: torch.dtype) -> int:
+    def sent_bytes(self, worker_count: int, model: "FlatModel") -> int:
         """Bytes that all workers together send for the comparison."""
-        elements = {"nothing": 0, "gradient": parameter_count, "sketch": SKETCH_SIZE}[self.compared]
-        return PLAIN.reduction_bytes(worker_count, elements, dtype)
+        elements = {"nothing": 0, "gradient": model.parameter_count, "sketch": SKETCH_SIZE}[self.compared]
+        return PLAIN.reduction_bytes(worker_count, elements, model.parameters.dtype)
 
 
 def probes_examples(config: Config) -> bool:

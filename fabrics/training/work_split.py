@@ -27,11 +27,6 @@ _LOST_MESSAGES = (3,)
 ActiveSteps = Callable[[Mapping[int, int], int, float], Mapping[int, Sequence[int]]]
 
 
-def scheduled_nodes(schedule: Sequence[Sequence[float]], progress: float) -> int:
-    """Return the number of nodes that work at this progress; the first entry of the schedule is (0, nodes)."""
-    return int(next(nodes for share, nodes in reversed(schedule) if share <= progress))
-
-
 def participant_count(share: float, worker_count: int) -> int:
     """Return how many of a trainer's workers take part in a round: the nearest integer, but at least one."""
     return max(1, int(share * worker_count + 0.5 + 1e-9))  # 0.29 * 50 is a little less than a half
@@ -181,7 +176,7 @@ class WorkSplit:
                     examples=self._examples,
                     read=reading.places,
                     offsets=own_offsets,
-                    probe=partial(probe_batch, reading, end, worker, self._config.statistics_batch_size),
+                    probe_indices=partial(probe_batch, reading, end, worker, self._config.statistics_batch_size),
                     key=key._replace(worker=worker),
                     measurement=measurement,
                 )

@@ -61,7 +61,7 @@ class Assignment:
         active_steps: the inner steps of the round, from 0, that the worker makes; slow nodes may make fewer than all.
         read: from (offset, count) to the indices of the trainer's next examples; offset 0 is the start of the round.
         offsets: where the worker's examples of each active step begin.
-        probe: draws the indices of the probe batch, for statistics when an inner step has too few examples.
+        probe_indices: draws those of the probe batch, for statistics besides those of an inner step with few examples.
         measurement: what the first inner step takes, where workers with a shared start have the same parameters.
     """
 
@@ -71,7 +71,7 @@ class Assignment:
     examples: Examples
     read: Callable[[int, int], np.ndarray]
     offsets: Sequence[int]
-    probe: Callable[[], np.ndarray]
+    probe_indices: Callable[[], np.ndarray]
     key: RoundKey
     measurement: Measurement
 

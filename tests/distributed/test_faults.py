@@ -163,6 +163,24 @@ def test_a_node_out_of_memory_keeps_its_smaller_max_batch(monkeypatch):
     assert [node.max_batch for node in again.nodes] == [2] * 4
 
 
+def test_a_probe_batch_that_is_made_again_keeps_its_seed_for_dropout(monkeypatch):
+    cluster = light_cluster(number_of_initial_trainers=1, nodes_per_gpu=1, max_batch_size=8, INITIAL_BATCH_SIZE=2)
+    original, passes = inner_loop.backward, []
+
+    def limited(working, examples, indices, weight=1.0, eager=False):
+        passes.append((len(indices), torch.initial_seed()))
+        if len(indices) > 4:
+            raise torch.OutOfMemoryError("injected")
+        return original(working, examples, indices, weight, eager)
+
+    monkeypatch.setattr(inner_loop, "backward", limited)
+    cluster.run_round(Recorder())
+    sizes, seeds = zip(*passes, strict=True)
+    assert sizes == (8, 4, 4, 2, 2, 2)  # the probe batch, again, and three inner steps
+    assert len(set(seeds[:3])) == 1
+    assert len(set(seeds)) == 2
+
+
 def test_a_resumed_run_takes_another_max_batch_asked_for_and_keeps_a_smaller_one_otherwise():
     for asked, expected in ((64, [64, 2]), (4, [4, 4]), (128, [128, 128])):
         pool = NodePool([CPU] * 2, make_config(max_batch_size=asked))
@@ -202,8 +220,12 @@ def test_out_of_memory_elsewhere_is_a_clear_error(monkeypatch):
 
 
 def test_a_layer_without_per_example_gradients_is_a_clear_error(monkeypatch):
-    def used_twice(*arguments, **keywords):
-        raise UnsupportedModuleError("gradients do not add up")
+    backward = inner_loop.backward
+
+    def used_twice(*arguments, eager=False):
+        if eager:
+            raise UnsupportedModuleError("gradients do not add up")
+        return backward(*arguments)
 
     values = {"sampling_method": "norm_test", "max_requested_batch": 4}
     cluster = light_cluster(**values)

@@ -12,7 +12,6 @@ from algorithms.batch.per_example import step_estimate
 from fabrics.data.examples import PackedSequences
 from fabrics.pool.eval_tool import batch_count, combine, evaluate_batches
 from fabrics.training.flat_model import FlatModel
-from fabrics.training.inner_loop import probed_backward
 from tests.support.helpers import (
     CPU,
     VOCABULARY,
@@ -20,6 +19,7 @@ from tests.support.helpers import (
     make_config,
     make_trainer,
     padded,
+    probed_backward,
     tiny_bert,
     tiny_llama,
     train,

@@ -476,7 +476,7 @@ def test_the_example_method_on_paper():
     shared, added = {"parameters": torch.zeros(2)}, []
     mean = SimpleNamespace(add=lambda worker, value: added.append(value), result=lambda: (added[0] + added[1]) / 2)
     group = SimpleNamespace(shared=shared, local_workers=members, mean=lambda like, kind: mean)
-    group.pseudo_gradient = lambda: torch.tensor([-0.5, -0.5])
+    group.mean_pseudo_gradient = lambda: torch.tensor([-0.5, -0.5])
     method.exchange(group)
     # Two differences of length 1 at right angles: their mean has length 1/sqrt(2), and the step is that share of it.
     expected = torch.full((2,), 0.5 / 2**0.5)

@@ -19,14 +19,16 @@ from transformers import BertConfig, BertForSequenceClassification, LlamaConfig,
 
 from algorithms.batch.losses import example_losses, logits_of
 from algorithms.batch.per_example import PerExampleProbe
+from algorithms.batch.switch_mode import ExecutionPlan
 from algorithms.schedule.limits import RoundSchedule
 from cluster import Cluster
 from fabrics.config_checks import CHECKS
-from fabrics.data.examples import PackedSequences, PaddedSequences, TaskData
+from fabrics.data.examples import Examples, PackedSequences, PaddedSequences, TaskData
 from fabrics.data.sampler import DataCursor, Subsets
 from fabrics.data.tokenization import train_tokenizer
 from fabrics.pool.eval_tool import Evaluation, batch_count, combine, evaluate_batches
 from fabrics.training.flat_model import FlatModel
+from fabrics.training.inner_loop import accumulate_gradients
 from fabrics.training.outer_round import OuterRound
 from fabrics.training.worker import Node
 from trainers import Trainer
@@ -192,6 +194,14 @@ def train(trainer: Trainer, rounds: int, inner_steps: int = 3) -> list:
         trained = trainer.train_round(split, schedule, lambda: None)
         reports.append(trainer.conclude_round(split, schedule, [trained]))
     return reports
+
+
+def probed_backward(
+    model: FlatModel, examples: Examples, indices: Sequence[int]
+) -> tuple[torch.Tensor, PerExampleProbe]:
+    """Add the gradient of the mean loss of these examples; return the loss, and their probe."""
+    loss, (probe,) = accumulate_gradients(model, examples, ExecutionPlan((len(indices),)), indices, probe=True)
+    return loss, probe
 
 
 def recorded_pseudo_gradients(monkeypatch) -> list[torch.Tensor]:

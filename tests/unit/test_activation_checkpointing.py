@@ -9,11 +9,12 @@ from algorithms.batch.per_example import step_estimate
 from fabrics.data.examples import PackedSequences
 from fabrics.models.initialisation import recompute_activations
 from fabrics.training.flat_model import FlatModel
-from fabrics.training.inner_loop import backward, probed_backward
+from fabrics.training.inner_loop import backward
 from tests.support.helpers import (
     CPU,
     Recorder,
     light_cluster,
+    probed_backward,
     random_sequences,
     separable_texts,
     tiny_bert,

@@ -26,9 +26,8 @@ from fabrics.models.initialisation import flops_per_token
 from fabrics.models.lora import LoRA, add_adapters
 from fabrics.planning.estimate import Estimate
 from fabrics.training.flat_model import FlatModel
-from fabrics.training.inner_loop import probed_backward
 from tests.support.chat import chat_tokenizer, small_talk, write_messages
-from tests.support.helpers import CPU, VOCABULARY, Recorder, random_sequences, tiny_llama
+from tests.support.helpers import CPU, VOCABULARY, Recorder, probed_backward, random_sequences, tiny_llama
 from utils.config.reading import parse_config
 from utils.config.schema import ConfigError
 

@@ -26,8 +26,7 @@ from fabrics.models.export import save_model
 from fabrics.models.initialisation import check_architecture, meta_model
 from fabrics.models.model_family import build_model, is_pretrained, reinitialise_output_layer
 from fabrics.training.flat_model import FlatModel
-from fabrics.training.inner_loop import probed_backward
-from tests.support.helpers import CPU, TINY_ARCHITECTURE, make_config, tiny_bert, tiny_data, tiny_llama
+from tests.support.helpers import CPU, TINY_ARCHITECTURE, make_config, probed_backward, tiny_bert, tiny_data, tiny_llama
 from utils.config.schema import ConfigError
 
 

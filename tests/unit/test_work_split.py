@@ -75,7 +75,7 @@ def test_workers_read_consecutive_examples_without_gaps(balance, present):
     # Each worker's probe batch comes after the round's examples.
     for worker, own in found.items():
         first_probe = split.examples(6)
-        assert own.probe().tolist() == list(range(first_probe + 8 * worker, first_probe + 8 * worker + 8))
+        assert own.probe_indices().tolist() == list(range(first_probe + 8 * worker, first_probe + 8 * worker + 8))
 
 
 @pytest.mark.parametrize(("examples", "each"), [(12, 3), (40, 8), (35, 8)])
@@ -84,7 +84,7 @@ def test_probes_of_several_workers_have_no_example_in_common(examples, each):
     cursor = DataCursor(Subsets(1, examples), [0])
     split = split_of((0, 1, 2, 3), readings=cursor.readings(4), statistics_batch_size=8)
     assignments = split.assignments([0.1] * 2, RoundKey(1, 0, 0, 0), Measurement())
-    probes = [own.probe().tolist() for own in assignments.values()]
+    probes = [own.probe_indices().tolist() for own in assignments.values()]
     assert [len(set(probe)) for probe in probes] == [each] * 4
     assert len(set().union(*probes)) == 4 * each
 

@@ -10,8 +10,8 @@ from fabrics.data.examples import PackedSequences
 from fabrics.models.initialisation import compile_mode
 from fabrics.pool.eval_tool import evaluate_batches
 from fabrics.training.flat_model import FlatModel
-from fabrics.training.inner_loop import backward, probed_backward
-from tests.support.helpers import CPU, light_cluster, make_config, random_sequences, tiny_llama
+from fabrics.training.inner_loop import backward
+from tests.support.helpers import CPU, light_cluster, make_config, probed_backward, random_sequences, tiny_llama
 from utils.config.schema import ConfigError
 
 
