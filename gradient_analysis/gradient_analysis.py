@@ -212,6 +212,8 @@ def analyse(config: AnalysisConfig) -> Path:
 
     gradients = Gradients(working, examples, indices, config.micro_batch)
     gradients.compute_full()
+    if not (np.isfinite(gradients.loss) and np.isfinite(gradients.squared_norm)):
+        raise ConfigError(f"model: its loss on these examples, or the gradient, is NaN or infinite ({name})")
     statistics = gradients.example_statistics()
     drawn = draw_batches(indices, config.batch_size, generator)
     batches = [gradients.of_batch(batch) for batch in progress_bar(drawn, desc="batches", unit=" batches")]
@@ -223,7 +225,7 @@ def analyse(config: AnalysisConfig) -> Path:
     own_test = training.sampling_method
     if training.debias and own_test != "none":
         own_test += ", debias"
-    last = None if model_folder is None else last_request(model_folder)
+    last = None if model_folder is None or own_test == "none" else last_request(model_folder)
 
     summary = {
         "model": name,

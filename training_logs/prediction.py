@@ -171,6 +171,8 @@ def _lawless(run: RunData) -> str | None:
         return "workers join as the batch grows (smallest_worker_batch), and a lone worker communicates nothing"
     if config.get("node_schedule") is not None:
         return "nodes come and go (node_schedule), and a lone worker communicates nothing"
+    if config.get("distributed_algo") == "FDA":
+        return "FDA communicates when its workers have drifted apart, and not once per round"
     if config.get("batch_schedule") is not None:
         return "a schedule sets the batch (batch_schedule)"
     if config["sampling_method"] == "norm_test" and config.get("ETA_at_end") is not None:

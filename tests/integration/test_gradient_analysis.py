@@ -243,28 +243,34 @@ def test_the_script_writes_figures_tables_and_a_summary(analysed):
     assert f"the run itself requests {last[best.split('_')[-1]]} at its end" in printed
 
 
-def test_bert_is_analysed(tmp_path, cache_dir, monkeypatch, capsys):
-    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, path, **how: path.touch())  # takes seconds
-    write_imdb(tmp_path / "aclImdb", 40, 10)
-    config = tmp_path / "config.yaml"
+def bert_analysis(folder: Path) -> AnalysisConfig:
+    write_imdb(folder / "aclImdb", 40, 10)
+    config = folder / "config.yaml"
     config.write_text(
-        f"{{dataset: imdb, imdb_local_path: {tmp_path / 'aclImdb'}, model_type: bert, sequence_length: 16, "
+        f"{{dataset: imdb, imdb_local_path: {folder / 'aclImdb'}, model_type: bert, sequence_length: 16, "
         f"vocab_size: 400, number_of_outer_steps: 1, sampling_method: none, debias: true, "
         f"model_config: {{preset: demo, num_hidden_layers: 1}}}}"
     )
-    output = analyse(
-        AnalysisConfig(
-            config=str(config),
-            sample_size=20,
-            batch_size=4,
-            output_dir=str(tmp_path / "o"),
-        )
-    )
+    return AnalysisConfig(config=str(config), sample_size=20, batch_size=4, output_dir=str(folder / "o"))
+
+
+def test_bert_is_analysed(tmp_path, cache_dir, monkeypatch, capsys):
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, path, **how: path.touch())  # takes seconds
+    output = analyse(bert_analysis(tmp_path))
     summary = json.loads((output / "gradient_analysis.json").read_text())
     assert summary["model"] == "untrained"
     assert (summary["test"], summary["request_of_run"]) == ("none", None)
     assert summary["loss"] == pytest.approx(math.log(2), rel=0.1)
     assert "the configuration has no batch test (sampling_method: none)" in capsys.readouterr().out
+
+
+def test_a_loss_that_is_not_a_number_is_refused_and_nothing_is_written(tmp_path, cache_dir, monkeypatch):
+    monkeypatch.setattr(
+        Gradients, "compute_full", lambda gradients: vars(gradients).update(loss=math.nan, squared_norm=1.0)
+    )
+    with pytest.raises(ConfigError, match="model: its loss on these examples, or the gradient, is NaN"):
+        analyse(bert_analysis(tmp_path))
+    assert not (tmp_path / "o").exists()
 
 
 @pytest.mark.usefixtures("programs")  # ClearML starts one

@@ -118,6 +118,16 @@ def test_the_metric_before_a_merge_is_drawn_without_the_merge(run):
     assert sent[first - 1] == run.by_round[first]["bytes_synchronised"][0]
 
 
+def test_the_metric_after_a_merge_in_the_last_round_is_the_last_point(run):
+    last = max(run.by_round)
+    merge = next(iter(run.merges.values()))
+    ended = dataclasses.replace(with_summary(run, final_metric=1.5), merges=run.merges | {last: merge})
+    communications, metrics = ended.best_metrics("communications")
+    assert communications[-1] == run.by_round[last]["communications"][0] == communications[-2] + 1
+    assert metrics[-1] == 1.5
+    assert ended.best_metrics("tokens")[1].tolist() == [*run.best_metrics("tokens")[1][:-1], 1.5]
+
+
 def test_nodes_without_work_are_shown(run):
     more = with_summary(run, nodes=6)
     (times, living) = draw(more, [(plots.draw_node_times, "outer_step"), (plots.draw_living, "outer_step")]).axes

@@ -166,6 +166,7 @@ def test_the_past_of_a_run_is_not_predicted():
         ({"ETA_at_end": 1.0}, "ETA_at_end"),
         ({"node_schedule": [[0, 2], [0.5, 4]]}, "node_schedule"),
         ({"batch_schedule": "seesaw"}, "batch_schedule"),
+        ({"distributed_algo": "FDA"}, "FDA"),
         ({"learning_rate_schedule": "warmup_stable_decay"}, "warmup_stable_decay"),
     ],
 )

@@ -117,7 +117,8 @@ class RunData:
     def best_metrics(self, x: str) -> tuple[np.ndarray, np.ndarray]:
         """Return a column of the round log and the best validation metric of the living trainers, by evaluated round.
 
-        A round's metric is measured before its merge, so the merge is not counted yet. Rounds with one worker do not
+        A round's metric is measured before its merge, so the merge is not counted yet. After a merge in the last round
+        the final metric is one more point, at the totals. Rounds with one worker do not
         communicate. Of several rounds with the same value of the column, the last counts. Seconds are those after the
         start-ups.
         """
@@ -135,6 +136,11 @@ class RunData:
             metrics = rows["validation_metric"][np.isfinite(rows["validation_metric"])]
             if len(metrics):
                 found[spent] = float(self.metric.best(metrics))
+        final = self.summary.get("final_metric")
+        last = max(self.by_round, default=0)
+        if final is not None and last in self.merges:
+            startup = self._startup_seconds(last) if x == "wall_seconds" else 0.0
+            found[float(self.by_round[last][x][0]) - startup] = final
         return np.array(list(found)), np.array(list(found.values()))
 
     def _startup_seconds(self, step: int) -> float:
