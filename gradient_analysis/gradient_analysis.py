@@ -29,6 +29,7 @@ from fabrics.config_checks import CHECKS
 from fabrics.data.dataset_loader import load_data
 from fabrics.data.examples import TaskData
 from fabrics.models.initialisation import initial_model
+from fabrics.models.model_family import is_pretrained
 from fabrics.training.flat_model import FlatModel
 from gradient_analysis.gradients import BatchGradient, Gradients, draw_batches, requests
 from training_logs.log_processor import ANALYSIS_SUMMARY
@@ -202,6 +203,8 @@ def analyse(config: AnalysisConfig) -> Path:
     data, working = _load(config, training, devices[0])
     examples = getattr(data, config.part)
     name = "untrained" if model_folder is None else str(model_folder)
+    if model_folder is None and is_pretrained(training.model_config):
+        name = training.model_config["name"]
     generator = np.random.default_rng(config.seed)
     indices = np.sort(generator.permutation(len(examples))[: config.sample_size])
     count = len(indices)

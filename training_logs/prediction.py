@@ -171,8 +171,6 @@ def _lawless(run: RunData) -> str | None:
         return "workers join as the batch grows (smallest_worker_batch), and a lone worker communicates nothing"
     if config.get("node_schedule") is not None:
         return "nodes come and go (node_schedule), and a lone worker communicates nothing"
-    if config.get("distributed_algo") == "FDA":
-        return "FDA communicates when its workers have drifted apart, and not once per round"
     if config.get("batch_schedule") is not None:
         return "a schedule sets the batch (batch_schedule)"
     if config["sampling_method"] == "norm_test" and config.get("ETA_at_end") is not None:
@@ -211,6 +209,11 @@ def fit(run: RunData, share: float = 1.0) -> RunFit:
     grown = next((index for index, batch in enumerate(batches) if batch != batches[0]), 0)
     fitted = fitted[max(grown - 1, 0) :]
     batches = batches[max(grown - 1, 0) :]
+    per_round = np.diff([rows["communications"][0] for rows in fitted])
+    if len(per_round) and per_round.min() < per_round.max():
+        raise NoLawError(
+            f"rounds have {per_round.min():.0f} to {per_round.max():.0f} communications, and a law needs equal ones"
+        )
     largest = math.inf
     if config["max_requested_batch"] is not None and fitted:
         largest = float(config["max_requested_batch"] * len(fitted[-1]))
@@ -223,7 +226,7 @@ def fit(run: RunData, share: float = 1.0) -> RunFit:
         inner_steps=inner_steps,
         examples=float(used[-1]["examples"][0]),
         communications=float(used[-1]["communications"][0]),
-        communications_per_round=float(np.diff([rows["communications"][0] for rows in fitted]).mean()),
+        communications_per_round=float(per_round[0]),
         living=len(fitted[-1]),
     )
 

@@ -166,13 +166,20 @@ def test_the_past_of_a_run_is_not_predicted():
         ({"ETA_at_end": 1.0}, "ETA_at_end"),
         ({"node_schedule": [[0, 2], [0.5, 4]]}, "node_schedule"),
         ({"batch_schedule": "seesaw"}, "batch_schedule"),
-        ({"distributed_algo": "FDA"}, "FDA"),
         ({"learning_rate_schedule": "warmup_stable_decay"}, "warmup_stable_decay"),
     ],
 )
 def test_runs_that_follow_no_law_are_refused(values, why):
     with pytest.raises(NoLawError, match=why):
         fit(made_run([16 + index for index in range(20)], **values))
+
+
+def test_a_run_whose_rounds_communicate_unequally_is_refused():
+    run = made_run([16 + index for index in range(20)])
+    fit(run)
+    run.rounds["communications"][-1] += 1
+    with pytest.raises(NoLawError, match="rounds have 1 to 2 communications"):
+        fit(run)
 
 
 def test_a_run_whose_requests_run_in_part_is_refused():
