@@ -172,7 +172,7 @@ def _load(config: AnalysisConfig, training: Config, device: torch.device) -> tup
 
 
 def last_request(model: Path) -> int | None:
-    """Return the batch that a run requests at its end, if the model is the run's final one."""
+    """Return the batch for which a run's test asks at its end, if there is one and the model is the run's final one."""
     run = run_folder_of(model)
     if run is None:
         return None
@@ -180,7 +180,8 @@ def last_request(model: Path) -> int | None:
         data = read_run(run)
         with damage_reported(run):
             best = data.summary.get("best_model")
-            if best is None or (run / best).resolve() != model.resolve():
+            tested = data.config["sampling_method"] != "none"
+            if not tested or best is None or (run / best).resolve() != model.resolve():
                 return None
             return int(data.by_trainer[data.summary["best_trainer"]]["next_requested_batch"][-1])
     except RunFolderError:
@@ -228,7 +229,7 @@ def analyse(config: AnalysisConfig) -> Path:
     own_test = training.sampling_method
     if training.debias and own_test != "none":
         own_test += ", debias"
-    last = None if model_folder is None or own_test == "none" else last_request(model_folder)
+    last = None if model_folder is None else last_request(model_folder)
 
     summary = {
         "model": name,

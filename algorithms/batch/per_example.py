@@ -311,14 +311,13 @@ class PerExampleProbe:
             if not (torch.is_grad_enabled() and output.requires_grad):
                 return
             x = _first_input(args, kwargs)
-            needed = f"an input [{self.batch_size} examples, ...]"
-            hint = ""
-            if isinstance(module, nn.Embedding):  # of one dimension it could be the positions of all examples
-                needed = f"indices [{self.batch_size} examples, tokens]"
-                hint = "; give it positions.expand_as(tokens), or labels.unsqueeze(1)"
-            if x.shape[0] != self.batch_size or (hint and x.dim() == 1):
+            looks_up = isinstance(module, nn.Embedding)
+            # Indices of one dimension may be the positions of all examples.
+            if x.shape[0] != self.batch_size or (looks_up and x.dim() == 1):
+                hint = "; give it positions.expand_as(tokens), or labels.unsqueeze(1)" if looks_up else ""
                 raise UnsupportedModuleError(
-                    f"per-example statistics need {needed}, but '{path}' got {tuple(x.shape)}{hint}"
+                    f"per-example statistics need an input [{self.batch_size} examples, ...], for an embedding of two "
+                    f"dimensions or more, but '{path}' got {tuple(x.shape)}{hint}"
                 )
             kept = _Kept.apply(self._anchor, x.detach())  # before PyTorch 2.13 its node does not live without it
             output.register_hook(lambda delta: self._on_output_gradient(module, *kept.grad_fn.saved_tensors, delta))

@@ -75,18 +75,17 @@ class OuterRound:
         """Run the inner steps of all local workers, and bring the workers together at every stop of the method."""
         method = self._method
         group = self.group
-        replicas = method.keeps == "replica"
         group.local_workers = self._in_mean()  # the method's stops may depend on them
         for stop in self._stops():
             group.clock.step = stop
             group.inner.learning_rate = self._learning_rates[stop - 1]
-            incoming = None if replicas else method.incoming(group)
+            incoming = None if method.keeps == "replica" else method.incoming(group)
             for index, loop in self.loops.items():
                 loop.run(until=stop)
-                if not replicas and self._sends(index):
+                if incoming is not None and self._sends(index):
                     incoming.add(self._local[index], self._message(index))
             group.local_workers = self._in_mean()
-            if replicas:
+            if incoming is None:
                 method.exchange(group)
                 continue
             result = incoming.result()

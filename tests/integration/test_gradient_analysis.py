@@ -25,6 +25,7 @@ from gradient_analysis import gradient_analysis
 from gradient_analysis.gradient_analysis import (
     AnalysisConfig,
     analyse,
+    last_request,
     parse_analysis_config,
     resolve_model,
 )
@@ -352,6 +353,19 @@ def test_adapters_are_analysed_before_they_are_merged(analysed, tmp_path, capsys
     hidden = 64  # of the demo, with two layers
     assert counts[0] == 2 * 2 * (hidden + hidden) < counts[1]
     assert "warning: lora: adapters are merged" in capsys.readouterr().err
+    config = AnalysisConfig(config=str(asked), sample_size=8, batch_size=2, output_dir=str(tmp_path / "o"))
+    assert json.loads((analyse(config) / "gradient_analysis.json").read_text())["model"] == str(model)
+
+
+def test_a_run_without_a_batch_test_has_no_request(analysed, tmp_path):
+    run, _, _ = analysed
+    folder = tmp_path / "run"
+    shutil.copytree(run, folder)
+    model = folder / json.loads((folder / "model_training_report" / "summary.json").read_text())["best_model"]
+    assert last_request(model) >= 1
+    values = yaml.safe_load((folder / "config.yaml").read_text())
+    (folder / "config.yaml").write_text(yaml.safe_dump(values | {"sampling_method": "none"}))
+    assert last_request(model) is None
 
 
 def test_a_given_configuration_wins_over_that_of_the_run(analysed, tmp_path):

@@ -181,6 +181,9 @@ def test_memory_by_hand():
     assert activation_bytes(chunked, meta_model(chunked)[0]) == (kept, logits * 2 // 9)
     tested = make_config(**KNOWN, sampling_method="norm_test", loss_chunk_tokens=2)
     assert activation_bytes(tested, meta_model(tested)[0]) == (kept, logits * 2 // 9 + 4 * 9 * 300)
+    without_layers = meta_model(config)[0]
+    without_layers.config.num_hidden_layers = 0
+    assert activation_bytes(config, without_layers) is None
     evaluated = config.eval_batch_size * (kept // TINY_ARCHITECTURE["num_hidden_layers"] + 2 * logits // 3)
     assert found.memory == {
         "parameters of the working model": flat,

@@ -118,29 +118,26 @@ class RunData:
         """Return a column of the round log and the best validation metric of the living trainers, by evaluated round.
 
         A round's metric is measured before its merge, so the merge is not counted yet. After a merge in the last round
-        the final metric is one more point, at the totals. Rounds with one worker do not
-        communicate. Of several rounds with the same value of the column, the last counts. Seconds are those after the
-        start-ups.
+        the final metric is one more point. Rounds with one worker do not communicate. Of several points with the same
+        value of the column, the last counts. Seconds are those after the start-ups.
         """
         bytes_before = 0.0
+        spent_in_all = 0.0  # after the round's merge
         found = {}
         for step, rows in self.by_round.items():
-            spent = float(rows[x][0])
+            spent_in_all = float(rows[x][0]) - (self._startup_seconds(step) if x == "wall_seconds" else 0.0)
+            spent = spent_in_all
             if x == "communications" and step in self.merges:
                 spent -= 1
             elif x == "bytes_communicated":
                 spent -= float(rows["bytes_merged"][0]) - bytes_before
-            elif x == "wall_seconds":
-                spent -= self._startup_seconds(step)
             bytes_before = float(rows["bytes_merged"][0])
             metrics = rows["validation_metric"][np.isfinite(rows["validation_metric"])]
             if len(metrics):
                 found[spent] = float(self.metric.best(metrics))
         final = self.summary.get("final_metric")
-        last = max(self.by_round, default=0)
-        if final is not None and last in self.merges:
-            startup = self._startup_seconds(last) if x == "wall_seconds" else 0.0
-            found[float(self.by_round[last][x][0]) - startup] = final
+        if final is not None and max(self.by_round, default=0) in self.merges:
+            found[spent_in_all] = final
         return np.array(list(found)), np.array(list(found.values()))
 
     def _startup_seconds(self, step: int) -> float:
