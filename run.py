@@ -382,7 +382,7 @@ def finish_for_main_thread(cluster: "Cluster", recorder: "Observer", folder: Pat
     else:
         logger.error("error: %s", reason)
     say_how_to_resume(folder)  # first, as there is little time
-    recorder.finish(cluster, {}, "interrupted" if stopped else "failed", {})
+    recorder.finish(cluster, {}, "interrupted" if stopped else "failed", {}, None if stopped else reason)
     recorder.close()
 
 
@@ -403,6 +403,7 @@ def train_and_record(cluster: "Cluster", recorder: "Observer", folder: Path) -> 
     # torchrun would kill the main process if another one exited with an error.
     interrupted = STATUS_INTERRUPTED if processes.is_main else 0
     ended_by = None
+    reason = None
 
     if processes.is_main:
         processes.finish_by(partial(finish_for_main_thread, cluster, recorder, folder))
@@ -420,23 +421,25 @@ def train_and_record(cluster: "Cluster", recorder: "Observer", folder: Path) -> 
     except StoppedInRoundError as error:
         if processes.is_main:
             logger.warning("%s", error)
-        processes.failed(str(error))
+        reason = str(error)
         status = "interrupted"
         code = interrupted
     except (TrainingError, PeerLostError) as error:
         if processes.is_main:
             logger.error("error: %s", error)
-        processes.failed(str(error))
+        reason = str(error)
         ended_by = error
     except KeyboardInterrupt as error:
+        reason = "it was interrupted"
         status = "interrupted"
         code = STATUS_INTERRUPTED
-        processes.failed("it was interrupted")
         ended_by = error
     except Exception as error:  # a bug: the log gets the traceback, and the user keeps what was trained
         logger.exception("training failed")
-        processes.failed(f"{type(error).__name__}: {error}")
+        reason = f"{type(error).__name__}: {error}"
         ended_by = error
+    if reason is not None:
+        processes.failed(reason)
     if processes.is_main:
         # After an error the other processes do not save their parts, and a lost device cannot be read.
         if models is None and processes.count == 1 and not isinstance(ended_by, DeviceLostError):
@@ -444,7 +447,8 @@ def train_and_record(cluster: "Cluster", recorder: "Observer", folder: Path) -> 
                 models = cluster.save_models(models_folder, recorder)
             except Exception:  # the summary, the cause and the command to resume still follow
                 logger.exception("the models cannot be saved")
-        recorder.finish(cluster, evaluations if status == "completed" else {}, status, models or {})
+        ends = evaluations if status == "completed" else {}
+        recorder.finish(cluster, ends, status, models or {}, reason if status == "failed" else None)
         if code:
             say_how_to_resume(folder)
         recorder.close()

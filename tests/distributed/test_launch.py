@@ -303,7 +303,9 @@ def test_a_run_without_progress_ends_and_says_where_each_process_is(programs, tm
     (folder,) = (tmp_path / "logs").iterdir()
     for line in ("error: ", "failed after 2 rounds", f"to resume: python run.py --resume {folder}"):
         assert said.count(line) == 1
-    assert summary(folder)["status"] == "failed"
+    found = summary(folder)
+    assert found["status"] == "failed"
+    assert found["error"].startswith("no process has made progress for")
 
 
 UNFIT = """

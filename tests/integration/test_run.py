@@ -1,5 +1,6 @@
 """The program as a user runs it: run folder, logs, summary, plots, model, and errors before any work."""
 
+import html
 import json
 import logging
 import os
@@ -365,12 +366,16 @@ def test_lists_have_one_line_for_each_name(capsys, kind, registry):
 
 
 def test_a_run_that_cannot_go_on_says_why_and_keeps_what_it_has(tmp_path, cache_dir, capsys):
-    config = write_config(tmp_path, cache_dir, learning_rate_for_inner_opt=1e30, gradient_clipping=None)
+    values = {"learning_rate_for_inner_opt": 1e30, "gradient_clipping": None, "plot_at_end": True}
+    config = write_config(tmp_path, cache_dir, **values)
     assert program.main(["--config", str(config)]) == 1
     captured = capsys.readouterr()
     assert "lower learning_rate_for_inner_opt" in captured.out + captured.err
-    (summary,) = tmp_path.glob("logs/*/model_training_report/summary.json")
-    assert json.loads(summary.read_text())["status"] == "failed"
+    (report,) = tmp_path.glob("logs/*/model_training_report")
+    summary = json.loads((report / "summary.json").read_text())
+    assert summary["status"] == "failed"
+    assert "lower learning_rate_for_inner_opt" in summary["error"]
+    assert html.escape(summary["error"]) in (report / "report.html").read_text()
 
 
 def test_an_unforeseen_error_is_logged_whole_and_the_run_keeps_what_it_has(tmp_path, cache_dir, monkeypatch):
@@ -382,6 +387,7 @@ def test_an_unforeseen_error_is_logged_whole_and_the_run_keeps_what_it_has(tmp_p
     (report,) = tmp_path.glob("logs/*/model_training_report")
     summary = json.loads((report / "summary.json").read_text())
     assert (summary["status"], summary["outer_steps"]) == ("failed", 1)
+    assert summary["error"] == "RuntimeError: the disk is on fire"
     log = (report.parent / "training_log.log").read_text()
     assert "Traceback" in log
     assert "RuntimeError: the disk is on fire" in log

@@ -237,12 +237,20 @@ class RunRecorder(Observer):
 
     # The end
 
-    def finish(self, run: "Cluster", final: dict[int, Evaluation], status: str, models: Mapping[int, Path]) -> None:
+    def finish(
+        self,
+        run: "Cluster",
+        final: dict[int, Evaluation],
+        status: str,
+        models: Mapping[int, Path],
+        error: str | None = None,
+    ) -> None:
         """Write the summary, draw plots and report, and finish the trackers.
 
         Args:
             final: evaluations of the living trainers; empty if the run did not finish.
             models: folders of the living trainers' models; empty if they were not written.
+            error: why the run failed.
         """
         for bar in (self._steps_bar, self._rounds_bar):
             if bar is not None:
@@ -251,6 +259,8 @@ class RunRecorder(Observer):
         for log in (*self._tables.values(), self._nodes.csv):  # no further round would write rows that still wait
             self._attempt(log.path.name, log.append, [])
         summary = self._summary(run, final, status)
+        if error is not None:
+            summary["error"] = error
         if final:
             summary["best_trainer"] = run.validation.best(final)
             if models:

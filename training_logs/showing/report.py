@@ -191,6 +191,11 @@ def _cards(values: Mapping[str, str]) -> str:
     return f"<div class=cards>{cells}</div>"
 
 
+def _error(run: RunData) -> str:
+    error = run.summary.get("error")
+    return f"<div class=warnings><b>Error</b> {html.escape(error)}</div>" if error else ""
+
+
 def _warnings(run: RunData) -> str:
     items = ""
     for warning in run.summary.get("warnings", ()):
@@ -260,6 +265,7 @@ def run_body(run: RunData) -> str:
     parts = [
         f"<h1>{html.escape(run.folder.name)} <span class='status {status}'>{status}</span></h1>",
         f"<p class=dim>{html.escape(subject)}</p>",
+        _error(run),
         _warnings(run),
         _cards(headline(run)),
         "<h2>Plots</h2>",
