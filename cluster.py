@@ -270,7 +270,7 @@ class Cluster:
         steps = 0
         for trainer in self.trainers.values():
             active = splits[trainer.id].active_steps(schedule.inner_steps)
-            steps += sum(len(active[worker]) for worker in trainer.workers if worker in active)
+            steps += sum(len(active[worker]) for worker in trainer.local_workers if worker in active)
         return steps
 
     def _train(

@@ -85,7 +85,7 @@ class Trainer:
         return self.worker_group.nodes
 
     @property
-    def workers(self) -> dict[int, Worker]:
+    def local_workers(self) -> dict[int, Worker]:
         """The workers of this process, by number."""
         return self.worker_group.local
 
@@ -102,7 +102,7 @@ class Trainer:
     @property
     def state_bytes(self) -> int:
         """Bytes of the trainer's and its workers' tensors in this process."""
-        groups = [self.shared or {}, *(worker.state_dict() for worker in self.workers.values())]
+        groups = [self.shared or {}, *(worker.state_dict() for worker in self.local_workers.values())]
         return sum(tensor.nbytes for group in groups for tensor in group.values())
 
     # A round
@@ -131,7 +131,7 @@ class Trainer:
         """
         worker_group = self.worker_group
         worker_group.note_weights(split.examples_each(schedule.inner_steps))
-        if not self.workers:
+        if not self.local_workers:
             return None
         started = time.perf_counter()
         measurement = self._measurement(split)
@@ -141,7 +141,7 @@ class Trainer:
         records = outer_round.records()
         # For this round's evaluation, those of this process; `end_round` sets those of all processes.
         worker_group.to_restart = frozenset(index for index, record in records.items() if record.left_out)
-        vectors = {index: loop.vector for index, loop in outer_round.loops.items()}
+        vectors = {index: loop.compared for index, loop in outer_round.loops.items()}
         records = compare_workers(worker_group, measurement, records, vectors)
         worker_count = len(split.participants)
         sent = measurement.sent_bytes(worker_count, worker_group.model)
@@ -274,8 +274,10 @@ class Trainer:
         The process of worker 0 gives the trainer's own tensors. All processes call this together.
         """
         self.worker_group.refresh()
-        groups = {f"trainer_{self.id}_worker_{index}": worker.state_dict() for index, worker in self.workers.items()}
-        if 0 in self.workers:
+        groups = {
+            f"trainer_{self.id}_worker_{index}": worker.state_dict() for index, worker in self.local_workers.items()
+        }
+        if 0 in self.local_workers:
             groups[f"trainer_{self.id}"] = dict(self.shared)
         return groups
 

@@ -81,7 +81,7 @@ class InnerLoop:
 
     Attributes:
         left_out: why the worker is left out of the mean; None if it is in it.
-        vector: the sum of the gradients of the examples behind its statistics, flat, or a sketch of it, if the
+        compared: the sum of the gradients of the examples behind its statistics, flat, or a sketch of it, if the
             assignment asks for one.
     """
 
@@ -96,7 +96,7 @@ class InnerLoop:
         self.worker = worker
         self.done = 0
         self.left_out: str | None = None
-        self.vector: torch.Tensor | None = None
+        self.compared: torch.Tensor | None = None
         self._model = worker.model
         self._assignment = assignment
         self._start = start
@@ -202,8 +202,8 @@ class InnerLoop:
         self._model.gradient.zero_()
 
     def _take_statistics(self, examples: int, probes: list[PerExampleProbe]) -> None:
-        if self.vector is None:  # otherwise it is that of the probe batch, which is larger
-            self.vector = self._compared_vector(examples)
+        if self.compared is None:  # otherwise it is that of the probe batch, which is larger
+            self.compared = self._compared_vector(examples)
         if probes:
             self._samples.append(self._model.estimate(probes, examples))
 

@@ -53,7 +53,7 @@ def test_a_diverged_worker_is_left_out_and_begins_anew_like_the_first_healthy_on
     velocity = 0.9 * v + mean
     torch.testing.assert_close(trainer.parameters, x - 0.7 * (mean + 0.9 * velocity), rtol=1e-12, atol=1e-14)
     trainer.assign_nodes(trainer.nodes)
-    states = [trainer.workers[worker].state_dict() for worker in (0, 1)]
+    states = [trainer.local_workers[worker].state_dict() for worker in (0, 1)]
     assert torch.equal(states[0]["exp_avg"], states[1]["exp_avg"])
     assert states[0]["exp_avg"].data_ptr() != states[1]["exp_avg"].data_ptr()
     (report,) = train(trainer, 1)

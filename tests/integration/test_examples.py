@@ -94,7 +94,7 @@ def test_padding_counts_neither_in_the_statistics_nor_in_the_gradient():
     model = tiny_llama()
     _, gradients = one_at_a_time(tiny_llama(), texts)
     trainer = make_trainer(model, make_config(), padded(texts))
-    working = trainer.workers[0].model
+    working = trainer.local_workers[0].model
     _, probe = probed_backward(working, padded(texts), np.arange(7))
     mean = gradients.mean(0)
     # Llama's own norm computes in float32 whatever the model's type.

@@ -181,7 +181,7 @@ def test_inner_steps_never_wait_for_the_gpu(autocast, pads):
     trainer.assign_nodes(trainer.nodes)
     assignment = trainer.assignments(trainer.split_work(), RoundSchedule(5, 0.0, 0.5))[0]
     assert assignment.plan.micro_batches == (4, 4)
-    steps = InnerLoop(trainer.workers[0], assignment, trainer.parameters, False, lambda: None)
+    steps = InnerLoop(trainer.local_workers[0], assignment, trainer.parameters, False, lambda: None)
     working.load(trainer.parameters)
     working.gradient.zero_()
     steps._step()
@@ -235,7 +235,7 @@ def test_state_in_host_memory_gives_nearly_the_same_rounds():
         config, examples = make_config(**values), PackedSequences(random_sequences(60))
         trainer = make_trainer(FlatModel(tiny_llama(), GPU), config, examples)
         train(trainer, 3)
-        moments = trainer.workers[0].moments["exp_avg"]
+        moments = trainer.local_workers[0].moments["exp_avg"]
         for state, offloads in ((trainer.parameters, "offload_outer_state"), (moments, "offload_moments")):
             offload = key == offloads
             assert (state.is_pinned(), state.is_cuda) == (on_gpu and offload, on_gpu and not offload)

@@ -53,9 +53,9 @@ def all_finite(trainer: Trainer) -> bool:
 
 def assert_restarted(trainer: Trainer, worker: int, like: int) -> None:
     """A worker has the shared parameters, another worker's moments, and zeros."""
-    fresh, method = trainer.workers[worker], trainer.worker_group.method
+    fresh, method = trainer.local_workers[worker], trainer.worker_group.method
     for name, moment in fresh.moments.items():
-        assert torch.equal(moment, trainer.workers[like].moments[name])
+        assert torch.equal(moment, trainer.local_workers[like].moments[name])
     for name in fresh.state.keys() - {COPY}:
         assert not fresh.state[name].any()
     assert set(fresh.state) - {ERROR} == {*method.worker_state, *([COPY] if method.keeps != "shared" else [])}
@@ -116,7 +116,7 @@ def test_a_trainer_that_absorbs_another_continues_from_the_weighted_average(name
     first.absorb([second], {0: 0.25, 1: 0.75})
     for key, tensor in expected.items():
         torch.testing.assert_close(first.shared[key], tensor)
-    for worker in first.workers.values():
+    for worker in first.local_workers.values():
         assert COPY not in worker.state or torch.equal(worker.state[COPY], first.parameters)
     train(first, 1, matrix.INNER_STEPS)
     assert all_finite(first)
@@ -128,7 +128,7 @@ def test_joining_workers_have_the_shared_parameters_and_their_bytes_are_counted(
     trainer = matrix.trainer_of(name, workers=2)
     train(trainer, 2, matrix.INNER_STEPS)
     worker_group = trainer.worker_group
-    before = [worker.state_dict() for worker in trainer.workers.values()]
+    before = [worker.state_dict() for worker in trainer.local_workers.values()]
     before = [{key: tensor.clone() for key, tensor in state.items()} for state in before]
     again = resumed(trainer, name, workers=4)
     arrived = trainer.assign_nodes(nodes(4))
@@ -136,13 +136,13 @@ def test_joining_workers_have_the_shared_parameters_and_their_bytes_are_counted(
     for worker in (2, 3):
         assert_restarted(trainer, worker, like=0)
     for worker, state in enumerate(before):
-        for key, tensor in trainer.workers[worker].state_dict().items():
+        for key, tensor in trainer.local_workers[worker].state_dict().items():
             assert torch.equal(tensor, state[key])
     model = worker_group.parameter_bytes
     # The mean of two workers' copies: each sends the other one half of it, and receives half.
     refreshed = 2 * model if worker_group.method.capabilities.averages_copies else 0
-    step_count = 4 if trainer.workers[0].moments.keys() >= {"step"} else 0
-    moments = len(trainer.workers[0].moments.keys() - {"step"}) * model + step_count
+    step_count = 4 if trainer.local_workers[0].moments.keys() >= {"step"} else 0
+    moments = len(trainer.local_workers[0].moments.keys() - {"step"}) * model + step_count
     shared = sum(model if len(tensor.shape) else 4 for tensor in trainer.shared.values())
     assert arrived == refreshed + 2 * (shared + moments)
     train(trainer, 1, matrix.INNER_STEPS)
@@ -226,7 +226,7 @@ def test_what_a_worker_has_not_sent_reaches_the_parameters_before_it_ends(name, 
     def after(moved: str) -> torch.Tensor:
         trainer, other = resumed(trained, name, workers=2), resumed(trained, name, workers=2)
         other.id = 1
-        ending = (other if how == "a merge" else trainer).workers[1]
+        ending = (other if how == "a merge" else trainer).local_workers[1]
         if moved:
             ending.state[moved].add_(0.01)
         if how == "a merge":
@@ -237,7 +237,7 @@ def test_what_a_worker_has_not_sent_reaches_the_parameters_before_it_ends(name, 
         return trainer.parameters.clone()
 
     unmoved = after("")
-    for tensor in matrix.trainer_of(name, workers=2).workers[1].state:
+    for tensor in matrix.trainer_of(name, workers=2).local_workers[1].state:
         assert torch.equal(after(tensor), unmoved) == (tensor in NO_PROGRESS.get(name, ())), tensor
 
 
@@ -257,11 +257,11 @@ def test_a_lost_worker_restarts_and_the_others_keep_their_state(name):
     trainer = matrix.trainer_of(name)
     first, second = train(trainer, 2, matrix.INNER_STEPS)
     assert (first.left_out, second.left_out) == (0, 1)
-    kept = {w: {key: t.clone() for key, t in trainer.workers[w].state_dict().items()} for w in (1, 2)}
+    kept = {w: {key: t.clone() for key, t in trainer.local_workers[w].state_dict().items()} for w in (1, 2)}
     trainer.assign_nodes(trainer.nodes)
     assert_restarted(trainer, 0, like=1)
     for worker, state in kept.items():
-        for key, tensor in trainer.workers[worker].state_dict().items():
+        for key, tensor in trainer.local_workers[worker].state_dict().items():
             assert torch.equal(tensor, state[key])
     before = trainer.parameters.clone()
     (third,) = train(trainer, 1, matrix.INNER_STEPS)

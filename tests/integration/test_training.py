@@ -223,7 +223,7 @@ def test_a_merge_averages_parameters_and_momentum_and_unites_the_data():
     x = 0.75 * trainers[0].parameters + 0.25 * trainers[1].parameters
     v = 0.75 * trainers[0].shared["velocity"] + 0.25 * trainers[1].shared["velocity"]
     assert v.abs().max() > 0.0
-    moment = trainers[0].workers[0].state_dict()["exp_avg"].clone()
+    moment = trainers[0].local_workers[0].state_dict()["exp_avg"].clone()
     data = set(subset_of(trainers[0].cursor)) | set(subset_of(trainers[1].cursor))
     bytes_before = cluster.counters.bytes_merged
     communications_before = cluster.counters.communications
@@ -232,7 +232,7 @@ def test_a_merge_averages_parameters_and_momentum_and_unites_the_data():
     assert sorted(cluster.trainers) == [0, 2]
     torch.testing.assert_close(trainers[0].parameters, x)
     torch.testing.assert_close(trainers[0].shared["velocity"], v)
-    assert torch.equal(trainers[0].workers[0].state_dict()["exp_avg"], moment)
+    assert torch.equal(trainers[0].local_workers[0].state_dict()["exp_avg"], moment)
     assert set(subset_of(trainers[0].cursor)) == data
     assert trainers[0].requested_batch == 6
     assert cluster.counters.bytes_merged - bytes_before == 2 * trainers[0].worker_group.parameter_bytes
@@ -246,7 +246,7 @@ def test_after_a_merge_the_outer_step_moves_the_merged_parameters():
     (trainer,) = cluster.trainers.values()
     merged = trainer.parameters.clone()
     velocity = trainer.shared["velocity"].clone()
-    for worker in trainer.workers.values():
+    for worker in trainer.local_workers.values():
         worker.optimizer.step = lambda learning_rate: None
     cluster.run_round(Recorder())
     torch.testing.assert_close(trainer.parameters, merged - 0.7 * 0.81 * velocity, rtol=1e-4, atol=1e-6)
@@ -286,7 +286,7 @@ def test_no_other_tensor_of_model_size_lives_between_rounds():
     expected = {working.parameters.data_ptr(), working.gradient.data_ptr()}
     for trainer in cluster.trainers.values():
         expected |= {trainer.parameters.data_ptr(), trainer.shared["velocity"].data_ptr()}
-        for worker in trainer.workers.values():
+        for worker in trainer.local_workers.values():
             state = worker.optimizer.state_dict()
             expected |= {state["exp_avg"].data_ptr(), state["exp_avg_sq"].data_ptr()}
     assert len(expected) == 2 + 2 * 4 + 2 * 6

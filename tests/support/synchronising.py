@@ -89,7 +89,7 @@ def history_of(trainer: Trainer, rounds: int, inner_steps: int) -> History:
         train(trainer, 1, inner_steps)
         trainer.worker_group.refresh()
         shared = trainer.parameters
-        workers = [worker.state.get(COPY, shared).numpy().copy() for worker in trainer.workers.values()]
+        workers = [worker.state.get(COPY, shared).numpy().copy() for worker in trainer.local_workers.values()]
         found.append((shared.numpy().copy(), workers))
     return found
 

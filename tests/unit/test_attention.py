@@ -113,8 +113,8 @@ def test_inner_steps_and_evaluation_read_no_values(examples):
     train(trainer, 1)
     trainer.assign_nodes(trainer.nodes)
     assignment = trainer.assignments(trainer.split_work(), RoundSchedule(5, 0.0, 0.5))[0]
-    steps = InnerLoop(trainer.workers[0], assignment, trainer.parameters, False, lambda: None)
-    working = trainer.workers[0].model
+    steps = InnerLoop(trainer.local_workers[0], assignment, trainer.parameters, False, lambda: None)
+    working = trainer.local_workers[0].model
     with Readings() as readings:
         working.load(trainer.parameters)
         working.gradient.zero_()

@@ -31,7 +31,7 @@ def rounds(cluster, count: int) -> None:
 def copies(cluster) -> torch.Tensor:
     """Return the copies of the only trainer's workers, one row each."""
     (trainer,) = cluster.trainers.values()
-    return torch.stack([worker.state[COPY] for worker in trainer.workers.values()])
+    return torch.stack([worker.state[COPY] for worker in trainer.local_workers.values()])
 
 
 def test_looking_at_a_run_neither_counts_nor_changes_it():
@@ -49,7 +49,7 @@ def test_looking_at_a_run_neither_counts_nor_changes_it():
         cluster.assign_nodes()
         assert len(trainer.nodes) == 4
         for index in (2, 3):
-            torch.testing.assert_close(trainer.workers[index].state[COPY], mean, rtol=1e-6, atol=1e-7)
+            torch.testing.assert_close(trainer.local_workers[index].state[COPY], mean, rtol=1e-6, atol=1e-7)
         rounds(cluster, 1)
         found.append((copies(cluster), cluster.counters.bytes_redistributed))
         # The mean over the two; to each new worker parameters, where they met, xi, two moments and a step count.
@@ -77,13 +77,13 @@ def test_what_workers_learned_that_a_resumed_run_has_no_more_stays_in_the_mean()
 def test_workers_that_go_leave_what_they_learned_in_the_mean(name, looked):
     trainer = trainer_of(4, distributed_algo=name, learning_rate_for_inner_opt=0.05)
     train(trainer, 2, 4)
-    mean = torch.stack([worker.state[COPY] for worker in trainer.workers.values()]).mean(0)
+    mean = torch.stack([worker.state[COPY] for worker in trainer.local_workers.values()]).mean(0)
     if looked:
         trainer.worker_group.refresh()
     trainer.assign_nodes(trainer.nodes[:2])
     trainer.worker_group.refresh()
     torch.testing.assert_close(trainer.parameters, mean, rtol=0, atol=1e-12)
-    for worker in trainer.workers.values():
+    for worker in trainer.local_workers.values():
         torch.testing.assert_close(worker.state[COPY], mean, rtol=0, atol=1e-12)
 
 
@@ -94,7 +94,7 @@ def test_corrections_cancel_again_after_a_worker_was_lost():
     with matrix.losing(lambda key: key.worker == 1):
         train(trainer, 1, 4)
     train(trainer, 2, 4)
-    control, corrections = trainer.shared["control"], [w.state["correction"] for w in trainer.workers.values()]
+    control, corrections = trainer.shared["control"], [w.state["correction"] for w in trainer.local_workers.values()]
     assert control.abs().max() > 1e-6
     torch.testing.assert_close(sum(corrections) / 3, control, rtol=0, atol=1e-9)  # kept with the other sign
 

@@ -223,7 +223,7 @@ def test_what_integers_lose_is_sent_in_later_rounds(name, encoding, monkeypatch)
 
     monkeypatch.setattr(Mean, "add", recording)
     train(trainer, 4)
-    error = trainer.workers[0].state[ERROR]
+    error = trainer.local_workers[0].state[ERROR]
     assert error.abs().max() > 0
     torch.testing.assert_close(sent + error, sum(found[::2]), rtol=1e-12, atol=1e-14)
 
@@ -242,11 +242,11 @@ def test_a_worker_that_becomes_the_only_one_applies_its_error():
     train(trainer, 1)
     trainer.assign_nodes(trainer.nodes[:1])
     before = trainer.parameters.clone()
-    assert trainer.workers[0].state[ERROR].abs().max() > 0
+    assert trainer.local_workers[0].state[ERROR].abs().max() > 0
     train(trainer, 1)
-    sent = trainer.workers[0].model.parameters.data  # the buffer holds what was sent: x - x_m + error
+    sent = trainer.local_workers[0].model.parameters.data  # the buffer holds what was sent: x - x_m + error
     torch.testing.assert_close(before - trainer.parameters, sent, rtol=1e-12, atol=1e-14)
-    assert not trainer.workers[0].state[ERROR].any()
+    assert not trainer.local_workers[0].state[ERROR].any()
 
 
 @pytest.mark.parametrize("name", ["bfloat16", "int8"])
@@ -255,9 +255,9 @@ def test_a_lone_participant_keeps_its_progress_unencoded(name):
     before = trainer.parameters.clone()
     (report,) = train(trainer, 1)
     (participant,) = report.workers
-    moved = trainer.workers[participant].model.parameters.data  # the buffer holds x - x_m
+    moved = trainer.local_workers[participant].model.parameters.data  # the buffer holds x - x_m
     torch.testing.assert_close(before - trainer.parameters, moved, rtol=1e-12, atol=1e-14)
-    assert not any(worker.state[ERROR].any() for worker in trainer.workers.values() if ERROR in worker.state)
+    assert not any(worker.state[ERROR].any() for worker in trainer.local_workers.values() if ERROR in worker.state)
     assert report.bytes_synchronised == 0
 
 
@@ -267,7 +267,7 @@ def test_a_new_worker_has_the_first_ones_moments_and_no_error():
     cluster.run_round(Recorder())
     cluster.assign_nodes()
     (trainer,) = cluster.trainers.values()
-    first, _, *new = trainer.workers.values()
+    first, _, *new = trainer.local_workers.values()
     assert len(new) == 2
     assert first.state[ERROR].abs().max() > 0
     for worker in new:

@@ -236,7 +236,7 @@ def test_a_fragment_under_way_arrives_in_the_next_round_however_long_that_is():
     states = []
     for inner_steps in (6, 1, 1, 2, 5):
         train(trainer, 1, inner_steps)
-        one, other = (worker.state[COPY] for worker in trainer.workers.values())
+        one, other = (worker.state[COPY] for worker in trainer.local_workers.values())
         agree = [all(torch.equal(one[piece], other[piece]) for piece in part) for part in parts]
         states.append((agree, trainer.worker_group.values))
     assert states == [
@@ -267,7 +267,7 @@ def assert_merged(trainers: tuple[Trainer, Trainer], expected: Sequence[torch.Te
     first, second = trainers
     first.absorb([second], {0: 0.25, 1: 0.75})
     torch.testing.assert_close(first.parameters, 0.25 * expected[0] + 0.75 * expected[1], rtol=0, atol=1e-12)
-    for worker in first.workers.values():
+    for worker in first.local_workers.values():
         assert COPY not in worker.state or torch.equal(worker.state[COPY], first.parameters)
     return first
 
@@ -278,7 +278,7 @@ def test_streaming_sends_what_is_left_of_every_fragment_before_a_merge():
     part, _ = layer_fragments(trainers[0].worker_group.model.blocks, 2)
     for trainer in trainers:
         x, velocity = trainer.parameters.clone(), trainer.shared["velocity"]
-        copies = torch.stack([worker.state[COPY] for worker in trainer.workers.values()])
+        copies = torch.stack([worker.state[COPY] for worker in trainer.local_workers.values()])
         for piece in part:
             delta = x[piece] - copies.mean(0)[piece]
             assert delta.abs().max() > 1e-4
@@ -290,7 +290,7 @@ def test_streaming_sends_what_is_left_of_every_fragment_before_a_merge():
 def test_sparse_loco_sends_what_is_left_before_a_merge_and_before_workers_leave():
     values = {"distributed_algo": "SparseLoCo", "synchronisation": {"density": 0.1, "chunk": 48}}
     trainers = apart(**values)
-    unsent = [torch.stack([w.state["unsent"] for w in trainer.workers.values()]).mean(0) for trainer in trainers]
+    unsent = [torch.stack([w.state["unsent"] for w in trainer.local_workers.values()]).mean(0) for trainer in trainers]
     expected = [trainer.parameters - 0.7 * left for trainer, left in zip(trainers, unsent, strict=True)]
     sent = 2 * 8 * trainers[0].worker_group.parameter_count  # a mean over two workers
     leaving = apart(**values)[0]
@@ -298,7 +298,9 @@ def test_sparse_loco_sends_what_is_left_before_a_merge_and_before_workers_leave(
     assert leaving.assign_nodes(leaving.nodes[:1]) == sent == 2 * before
     torch.testing.assert_close(leaving.parameters, expected[0], rtol=0, atol=1e-12)
     merged = assert_merged(trainers, expected)
-    assert not any(worker.state["unsent"].any() for worker in (*merged.workers.values(), *leaving.workers.values()))
+    assert not any(
+        worker.state["unsent"].any() for worker in (*merged.local_workers.values(), *leaving.local_workers.values())
+    )
 
 
 def test_fda_continues_from_the_merged_parameters():
@@ -319,7 +321,7 @@ def test_streaming_keeps_the_error_of_every_fragment():
     trainer, exact = trainer_of(2, communication_dtype="int8", **values), trainer_of(2, **values)
     for each in (trainer, exact):
         train(each, 1, 4)
-    error = trainer.workers[0].state[ERROR]
+    error = trainer.local_workers[0].state[ERROR]
     for part in layer_fragments(trainer.worker_group.model.blocks, 2):
         assert error[part[0]].abs().max() > 0
     assert 0 < (trainer.parameters - exact.parameters).abs().max() < 1e-3
@@ -330,10 +332,10 @@ def test_a_new_worker_counts_as_one_that_moved_like_the_mean():
     train(trainer, 2, 2)
     mean = trainer.shared["mean"].clone()
     trainer.assign_nodes(tuple(Node(index, CPU, 64) for index in range(3)))
-    start = trainer.workers[2].state[COPY].clone()
+    start = trainer.local_workers[2].state[COPY].clone()
     assert torch.equal(start, trainer.parameters)
     train(trainer, 1, 2)
-    new = trainer.workers[2].state
+    new = trainer.local_workers[2].state
     own = new["deviation"] + trainer.shared["mean"]  # D_m of the round
     eager = mean + (own - mean) / 3
     torch.testing.assert_close(new["velocity"], eager, rtol=0, atol=1e-12)
@@ -348,7 +350,7 @@ def test_a_lone_eager_worker_leaves_nothing_for_the_round_in_which_another_joins
     trainer.assign_nodes(tuple(Node(index, CPU, 64) for index in range(2)))
     start = trainer.parameters.clone()
     train(trainer, 1, 2)
-    for worker in trainer.workers.values():
+    for worker in trainer.local_workers.values():
         own = worker.state["deviation"] + trainer.shared["mean"]
         torch.testing.assert_close(start - worker.state[COPY], 0.7 * own / 2, rtol=0, atol=1e-12)
 
@@ -382,7 +384,7 @@ def test_noloco_sends_two_models_to_every_peer(dtype, size):
         assert (event.kind, event.through) == ("synchronisation", "groups of 2")
     exact = trainer_of(4, distributed_algo="NoLoCo")
     train(exact, 2, 1)
-    for ours, theirs in zip(trainer.workers.values(), exact.workers.values(), strict=True):
+    for ours, theirs in zip(trainer.local_workers.values(), exact.local_workers.values(), strict=True):
         apart = (ours.state[COPY] - theirs.state[COPY]).abs().max()
         assert apart == 0 if dtype == "float32" else 0 < apart < 0.01
 
@@ -392,7 +394,7 @@ def test_the_rounding_error_of_a_coefficient_stays_in_the_momentum():
     trainer = trainer_of(2, distributed_algo="DeMo", synchronisation={"chunk": 8, "top_k": 64}, **values)
     problem = problem_of(trainer, 1, 1)
     train(trainer, 1, 1)
-    for index, worker in trainer.workers.items():
+    for index, worker in trainer.local_workers.items():
         before = 0.01 * torch.from_numpy(problem.gradient(index, 0, problem.start))
         for each in trainer.worker_group.method.matrices(trainer.worker_group.model.blocks):
             coefficients = each.coefficients(before)
@@ -434,14 +436,14 @@ def test_locodl_sends_values_alone_and_its_corrections_cancel():
             trainer.absorb([other], {0: 0.5, 1: 0.5})
         train(trainer, 1, 1)
         assert control.abs().max() > 1e-3
-        corrections = [worker.state["correction"] for worker in trainer.workers.values()]
+        corrections = [worker.state["correction"] for worker in trainer.local_workers.values()]
         torch.testing.assert_close(sum(corrections) / workers, control, rtol=0, atol=1e-12)
 
 
 def test_locodl_settles_half_of_the_way_to_the_mean():
     trainer = trainer_of(3, distributed_algo="LoCoDL", synchronisation={"probability": 1e-9, "density": 0.1})
     train(trainer, 1)
-    mean = sum(worker.state["copy"] for worker in trainer.workers.values()) / 3
+    mean = sum(worker.state["copy"] for worker in trainer.local_workers.values()) / 3
     expected = torch.lerp(trainer.parameters, mean, 0.5)
     trainer.worker_group._settle(some_end=True)
     assert (trainer.parameters - mean).abs().max() > 1e-4

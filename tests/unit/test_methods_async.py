@@ -234,7 +234,7 @@ def test_a_server_answers_with_a_fragment_as_it_is():
     (report,) = train(trainer, 1, H)
     whole = trainer.worker_group.parameter_count
     assert [(event.sent, event.received) for event in report.events] == [(whole, 4 * whole), (1.5 * whole, 6 * whole)]
-    exact = [torch.equal(worker.state[COPY], trainer.parameters) for worker in trainer.workers.values()]
+    exact = [torch.equal(worker.state[COPY], trainer.parameters) for worker in trainer.local_workers.values()]
     assert exact == [True, True, True, False]  # the last one has not sent it
     slow = of_speeds("Decoupled", parameters, communication_dtype="bfloat16", link="1kb/s,1s")
     assert slow.worker_group.server_seconds(10) == pytest.approx(1 + 8 * (20 + 80) / 1000)
@@ -250,9 +250,9 @@ def test_a_worker_that_replaces_another_begins_a_leg():
     trainer.assign_nodes(nodes)
     start = trainer.parameters.clone()
     train(trainer, 1, 1)
-    assert all(torch.equal(trainer.workers[worker].state["start"], start) for worker in (2, 3))
-    assert not torch.equal(trainer.workers[0].state["start"], start)
-    assert not torch.equal(trainer.workers[2].state[COPY], start)
+    assert all(torch.equal(trainer.local_workers[worker].state["start"], start) for worker in (2, 3))
+    assert not torch.equal(trainer.local_workers[0].state["start"], start)
+    assert not torch.equal(trainer.local_workers[2].state[COPY], start)
     values = trainer.worker_group.values
     assert [values[f"begun_{worker}"] for worker in range(4)] == [4, 4, 1, 1]
 

@@ -141,7 +141,7 @@ def test_a_worker_whose_message_is_lost_continues_from_its_own_parameters(monkey
             nesterov_step(shared, torch.stack(heard).mean(0), velocity, 0.7, 0.9)
         torch.testing.assert_close(trainer.parameters, shared)
         shared = trainer.parameters.clone()
-        copies = [trainer.workers[worker].state[COPY] for worker in range(3)]
+        copies = [trainer.local_workers[worker].state[COPY] for worker in range(3)]
         for worker, copy in enumerate(copies):
             assert torch.equal(copy, ends[worker] if worker in missing else shared)
         own = [copy.clone() for copy in copies]
@@ -162,7 +162,7 @@ def test_without_any_message_the_shared_parameters_stay():
         assert (report.lost_messages, report.left_out) == (3, 0)
         assert report.train_loss > 0
     assert torch.equal(trainer.parameters, before)
-    assert not torch.equal(trainer.workers[0].state[COPY], before)
+    assert not torch.equal(trainer.local_workers[0].state[COPY], before)
 
 
 def test_lost_messages_are_counted_and_a_budget_is_kept():
@@ -182,13 +182,15 @@ def test_resting_workers_keep_their_state_and_send_nothing():
     model = trainer.worker_group.parameter_bytes
     drawn = []
     for number in range(6):
-        before = {w: {key: t.clone() for key, t in trainer.workers[w].state_dict().items()} for w in range(4)}
+        before = {w: {key: t.clone() for key, t in trainer.local_workers[w].state_dict().items()} for w in range(4)}
         position = trainer.cursor.positions[trainer.id]
         (report,) = train(trainer, 1, matrix.INNER_STEPS)
         drawn.append(tuple(report.workers))
         assert drawn[-1] == draw_participants(0.5, round_key(number), 4)
         for worker in range(4):
-            same = [torch.equal(before[worker][key], t) for key, t in trainer.workers[worker].state_dict().items()]
+            same = [
+                torch.equal(before[worker][key], t) for key, t in trainer.local_workers[worker].state_dict().items()
+            ]
             assert not any(same) if worker in drawn[-1] else all(same)
         # The participants divide the batch, and in a ring of two each sends one model.
         assert [run.plan.effective_batch for run in report.workers.values()] == [6, 6]
