@@ -8,7 +8,7 @@ import copy
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -209,11 +209,8 @@ class Worker:
         _check_method(self._method, method, optimizer)
         if probes_examples(self._config):
             _check_layers(self._model)
-        exchanges_gradients = self._method.capabilities.exchanges_gradients
-        if scaler is not None and exchanges_gradients:
+        if scaler is not None and self._method.capabilities.exchanges_gradients:
             raise ValueError(f"scaler: must be None with {method}, whose workers exchange gradients; use bfloat16")
-        if isinstance(optimizer, torch.optim.LBFGS) and (exchanges_gradients or scaler or batch.test != "none"):
-            raise ValueError("optimizer: LBFGS needs a method that exchanges parameters, no scaler and no batch test")
         self._control = batch_control(self._config)
         self._values: dict[str, float] = {}
         self._cursor: DataCursor | None = None
@@ -408,27 +405,22 @@ class Worker:
         self._weight = None
         self._version = gradient._version
 
-    def step(self, closure: Callable[[], torch.Tensor] | None = None) -> None:
+    def step(self) -> None:
         """Make the inner step: clip the gradient and update the parameters; at a stop of the method, synchronise.
 
         The last step of a round ends with the batch test.
 
-        Args:
-            closure: for LBFGS alone, which computes the loss again: returns the mean loss of this step's examples, [].
-
         Raises:
-            RuntimeError: `micro_batches` was not read to its end, or a closure is missing.
+            RuntimeError: `micro_batches` was not read to its end.
             FloatingPointError: this worker's parameters are not finite; nothing of them was sent.
             PeerLostError: another process has died.
         """
         current = self._round
         if current is None or not current.ready:
             raise RuntimeError("step: read micro_batches to its end, and call backward for every micro-batch")
-        if (closure is not None) != isinstance(self._optimizer, torch.optim.LBFGS):
-            raise RuntimeError("step: LBFGS needs a closure, and no other optimizer takes one")
         self._rebind_gradients()
         if not self._method.capabilities.exchanges_gradients:
-            self._update(closure)
+            self._update()
         current.ready = False
         current.step += 1
         self.steps += 1
@@ -437,7 +429,7 @@ class Worker:
         if current.step == current.stops[-1]:
             self._conclude_round()
 
-    def _update(self, closure: Callable[[], torch.Tensor] | None) -> None:
+    def _update(self) -> None:
         gradient = self._model.gradient
         if self._scaler is not None:
             self._scaler.unscale_(self._optimizer)
@@ -445,31 +437,12 @@ class Worker:
         correction = self._method.capabilities.correction
         if correction is not None:
             gradient.add_(self._state[correction])
-        self._make_sparse()
-        if closure is not None:
-            self._optimizer.step(partial(self._loss_again, closure))
-        elif self._scaler is None:
+        if self._scaler is None:
             self._optimizer.step()
         else:
             self._scaler.step(self._optimizer)
             self._scaler.update()
         gradient.zero_()
-
-    def _loss_again(self, closure: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Compute the loss and the gradient of the inner step at the parameters that the optimizer tries."""
-        gradient = self._model.gradient
-        gradient.zero_()
-        loss = closure()
-        self._rebind_gradients()
-        loss.backward()
-        clip(self._model, gradient, self._config.gradient_clipping)
-        return loss
-
-    def _make_sparse(self) -> None:
-        """Give an optimizer of sparse gradients the rows that are not zero."""
-        if isinstance(self._optimizer, torch.optim.SparseAdam):
-            for parameter, place in self._gradients.items():
-                parameter.grad = place.to_sparse(1)
 
     def _rebind_gradients(self) -> None:
         """Let the parameters' gradients be views of the flat one again, after a user's zero_grad has removed them."""
@@ -569,7 +542,6 @@ class Worker:
         model = self._model
         model.load(self._shared["parameters"])
         clip(model, model.gradient.copy_(gradient), self._config.gradient_clipping)
-        self._make_sparse()
         self._optimizer.step()
         self._shared["parameters"].copy_(model.parameters.data)
 
@@ -796,8 +768,8 @@ def _check_model(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         raise ValueError("model: trainable parameters must be real, not complex")
     if any(state.get("step", 1) for state in optimizer.state.values()):  # Adagrad's has step 0 when it is new
         raise ValueError("optimizer: must be new; load its state with Worker.load_state_dict")
-    if isinstance(optimizer, torch.optim.SparseAdam) and any(parameter.dim() < 2 for parameter in trainable):
-        raise ValueError("optimizer: SparseAdam needs parameters with rows, such as those of embeddings")
+    if isinstance(optimizer, torch.optim.LBFGS | torch.optim.SparseAdam):  # they need a closure, and sparse gradients
+        raise ValueError(f"optimizer: {type(optimizer).__name__} cannot be used")
     if problem := shared_state_problem(model):
         raise ValueError(f"model: {problem}")
 

@@ -87,12 +87,12 @@ def trained_over_nccl(device: str, steps: int, **arguments) -> tuple[int, list[t
 
 
 class Rows(nn.Module):
-    """Two matrices, which any optimizer can train, also one for matrices or for sparse gradients."""
+    """Two matrices, which any optimizer can train, also one for matrices."""
 
-    def __init__(self, sparse: bool):
+    def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.first, self.second = (nn.Embedding(12, 4, sparse=sparse, dtype=torch.float64) for _ in range(2))
+        self.first, self.second = (nn.Embedding(12, 4, dtype=torch.float64) for _ in range(2))
 
     def forward(self, indices: torch.Tensor) -> torch.Tensor:
         return (self.first(indices) - 2 * self.second(indices) - 1).square().sum((1, 2))
