@@ -13,11 +13,10 @@ import torch
 
 from algorithms.batch.calc_batch import BatchTestParameters, augmented_inner_product_test, inner_product_test, norm_test
 from algorithms.batch.gradient_statistics import GradientStatistics
-from algorithms.batch.losses import example_losses, logits_of
 from algorithms.batch.per_example import PerExampleProbe
 from fabrics.data.examples import Examples
-from fabrics.models.attention import unmasked
 from fabrics.training.flat_model import FlatModel
+from fabrics.training.inner_loop import backward
 from utils.progress import progress_bar
 
 # Flat gradients are compared in float64, this many elements at a time.
@@ -69,7 +68,7 @@ class Gradients:
         loss = torch.zeros((), dtype=torch.float64, device=self._working.device)
         for part in progress_bar(self._micro_batches(self._indices), desc="full gradient", unit=" micro-batches"):
             self._working.gradient.zero_()
-            loss += self._add_gradient(part)
+            loss += self._add_gradient(part).double()
             self.full += self._working.gradient
         self.full /= len(self._indices)
         self.loss = loss.item() / len(self._indices)
@@ -116,12 +115,7 @@ class Gradients:
 
     def _add_gradient(self, indices: np.ndarray) -> torch.Tensor:
         """Add the gradient of the sum of these examples' losses to the model's gradient; return that sum."""
-        batch = self._examples.batch(indices, self._working.device)
-        labels = batch.pop("labels")
-        with unmasked(self._working.module, batch):
-            loss = example_losses(logits_of(self._working.module(**batch)), labels).sum()
-            loss.backward()
-        return loss.detach().double()
+        return backward(self._working, self._examples, indices, weight=len(indices))
 
     def _micro_batches(self, indices: np.ndarray) -> list[np.ndarray]:
         return [indices[start : start + self._micro_batch] for start in range(0, len(indices), self._micro_batch)]
