@@ -243,6 +243,7 @@ def analyse(config: AnalysisConfig) -> Path:
         "variance": statistics.variance,
         "inner_product_variance": statistics.inner_product_variance,
         "noise_scale": statistics.variance / statistics.squared_norm if statistics.squared_norm > 0 else None,
+        "noise_scale_error": gradients.noise_scale_error if statistics.squared_norm > 0 else None,
         "batch_size": config.batch_size,
         "test": own_test,
         "request_of_run": last,
@@ -326,7 +327,8 @@ def _print_findings(summary: dict[str, Any]) -> None:
     if scale is None:
         print("noise scale: not measurable, the gradient of this sample is no larger than its noise")
     else:
-        print(f"noise scale V / (||F||^2 - V / {summary['sample']}): {scale:,.4g} examples")
+        error = f"standard error {summary['noise_scale_error']:,.3g}"
+        print(f"noise scale V / (||F||^2 - V / {summary['sample']}): {scale:,.4g} examples ({error})")
         print("  (V / ||F||^2 would be biased: it is too small, and depends on the size of the sample)")
 
 

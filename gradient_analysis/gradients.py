@@ -5,6 +5,7 @@ Memory does not depend on the number of examples or batches: parameters and grad
 micro-batch.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -47,6 +48,7 @@ class Gradients:
     Attributes:
         full: the full gradient F, [parameters], float64; zero before `compute_full`.
         loss: mean loss of the sample.
+        noise_scale_error: standard error of V / ||G||^2; NaN before `example_statistics`.
     """
 
     def __init__(self, working: FlatModel, examples: Examples, indices: np.ndarray, micro_batch: int):
@@ -57,6 +59,7 @@ class Gradients:
         self._micro_batch = micro_batch
         self.full = torch.zeros_like(working.parameters.data, dtype=torch.float64)
         self.loss = 0.0
+        self.noise_scale_error = math.nan
 
     @property
     def squared_norm(self) -> float:
@@ -104,12 +107,15 @@ class Gradients:
             squares.append(probe.squared_norms.double().cpu())
             products.append(probe.inner_products.double().cpu())
         count = len(self._indices)
-        variance = (torch.cat(squares).sum().item() - count * self.squared_norm) / (count - 1)
+        own_squares = torch.cat(squares)
+        own_products = torch.cat(products)
+        variance = (own_squares.sum().item() - count * self.squared_norm) / (count - 1)
+        self.noise_scale_error = noise_scale_error(own_squares, own_products)
         return GradientStatistics(
             examples=count,
             squared_norm=self.squared_norm - variance / count,
             variance=variance,
-            inner_product_variance=torch.cat(products).var().item(),
+            inner_product_variance=own_products.var().item(),
             overlap=0.0,
         )
 
@@ -119,6 +125,23 @@ class Gradients:
 
     def _micro_batches(self, indices: np.ndarray) -> list[np.ndarray]:
         return [indices[start : start + self._micro_batch] for start in range(0, len(indices), self._micro_batch)]
+
+
+def noise_scale_error(squares: torch.Tensor, products: torch.Tensor) -> float:
+    """Return the standard error of V / ||G||^2 of a sample: the jackknife, without each of its examples in turn.
+
+    Args:
+        squares: n_i = ||g_i||^2, [examples].
+        products: <g_i, F>, [examples].
+    """
+    count = len(squares)
+    if count < 3:
+        return math.nan
+    with_others = (count * products - squares) / (count - 1)  # <g_i, mean of the others>; their mean is ||G||^2
+    squared_norms = (with_others.sum() - 2 * with_others) / (count - 2)
+    mean_squares = (squares.sum() - squares) / (count - 1)
+    scales = mean_squares / squared_norms - 1  # as V is the mean square less ||G||^2
+    return ((count - 1) * scales.var(correction=0).item()) ** 0.5
 
 
 def requests(statistics: GradientStatistics, batch: int, parameters: Mapping[str, float]) -> list[tuple]:

@@ -146,6 +146,13 @@ def test_gradients_equal_a_loop_over_single_examples(kind):
     products = flat @ full
     assert found.variance == pytest.approx((flat - full).square().sum().item() / 12, rel=1e-10)
     assert found.inner_product_variance == pytest.approx(products.var().item(), rel=1e-8)
+    scales = []
+    for left_out in range(13):
+        others = flat[[index for index in range(13) if index != left_out]]
+        variance = others.var(0).sum()
+        scales.append(variance / (others.mean(0).square().sum() - variance / 12))
+    jackknife = (12 * torch.stack(scales).var(correction=0)).sqrt()
+    assert gradients.noise_scale_error == pytest.approx(jackknife.item(), rel=1e-6)
 
 
 def test_batches_allocate_no_tensor_of_model_size(monkeypatch):
@@ -231,7 +238,8 @@ def test_the_script_writes_figures_tables_and_a_summary(analysed):
     expected = summary["variance"] / 8 * (1 - 8 / 64)
     assert np.mean(np.square(deviations)) == pytest.approx(expected, rel=0.5)
     assert summary["noise_scale"] == pytest.approx(summary["variance"] / (full**2 - summary["variance"] / 64))
-    assert f"noise scale V / (||F||^2 - V / 64): {summary['noise_scale']:,.4g} examples" in printed
+    assert f"noise scale V / (||F||^2 - V / 64): {summary['noise_scale']:,.4g} examples (standard error " in printed
+    assert summary["noise_scale_error"] > 0
     # The run's own eta, at its end, is among the requests.
     requested = {
         (row["test"], float(row["parameter"])): int(row["request"]) for row in rows_of(output / "requests.csv")
