@@ -19,6 +19,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
 
 from algorithms.batch.calc_batch import BATCH_TESTS
 from algorithms.batch.per_example import PerExampleProbe, UnsupportedModuleError, compared_micro_batches, step_estimate
@@ -149,6 +151,8 @@ class Worker:
         bytes_communicated: bytes that all workers have sent.
         index: number of this worker.
         workers: number of workers.
+        effective_batch: examples of an inner step over all workers, as run in the latest round; switch_mode may run
+            fewer than requested.
         warning: why the last batch test decided nothing; None if it did.
 
     Raises:
@@ -219,17 +223,22 @@ class Worker:
         self._reading: Iterator[np.ndarray] | None = None
         self._weight: float | None = None
         self._version: int | None = None
+        self._failed = False
         self._events: list[Event] = []
         self.steps = 0
         self.rounds = 0
         self.communications = 0
         self.bytes_communicated = 0
+        self.effective_batch = 0
         self.warning: str | None = None
         self._agree("arguments", self._config)
-        self._agree("model", [(name, tensor.shape, tensor.dtype) for name, tensor in model.state_dict().items()])
+        tensors = [*model.named_parameters(), *model.named_buffers()]
+        self._agree("model", [(name, tensor.shape, tensor.dtype) for name, tensor in tensors])
         self._agree("type of the model's device", self._model.device.type)
-        self._agree("optimizer", (type(optimizer).__name__, _plain_values(optimizer)))
         self._agree("trainable parameters", [block.name for block in self._model.blocks])
+        names = {parameter: name for name, parameter in model.named_parameters()}
+        members = [[names[parameter] for parameter in group["params"]] for group in optimizer.param_groups]
+        self._agree("optimizer", (type(optimizer).__name__, _plain_values(optimizer), members))
         self._make_state()
 
     # Set-up
@@ -313,6 +322,8 @@ class Worker:
         Yields:
             Indices of examples, int64 [micro-batch].
         """
+        if self._failed:
+            raise RuntimeError("micro_batches: a step has failed; load a state in all processes, or start again")
         if self._reading is not None:
             self._reading.close()
         self._reading = self._read_step(examples)
@@ -419,6 +430,7 @@ class Worker:
         if current is None or not current.ready:
             raise RuntimeError("step: read micro_batches to its end, and call backward for every micro-batch")
         self._rebind_gradients()
+        self._failed = True  # until all has succeeded
         if not self._method.capabilities.exchanges_gradients:
             self._update()
         current.ready = False
@@ -428,6 +440,7 @@ class Worker:
             self._synchronise()
         if current.step == current.stops[-1]:
             self._conclude_round()
+        self._failed = False
 
     def _update(self) -> None:
         gradient = self._model.gradient
@@ -454,11 +467,13 @@ class Worker:
 
     def _begin_round(self, examples: int) -> None:
         if self._cursor is None:
-            if type(examples) is not int or examples < 1:
+            if not isinstance(examples, int | np.integer) or examples < 1:
                 raise ValueError(f"micro_batches: examples must be a positive integer, got {examples!r}")
-            self._agree("examples", examples)
-            self._examples = examples
-            self._cursor = DataCursor(Subsets(self._config.training_seed, examples), [0])
+            self._examples = int(examples)
+            self._agree("examples", self._examples)
+            self._cursor = DataCursor(Subsets(self._config.training_seed, self._examples), [0])
+        if {parameter for parameter in self._model.module.parameters() if parameter.requires_grad} - set(self._places):
+            raise RuntimeError("micro_batches: the model has got trainable parameters since the worker was made")
         if any(parameter.data_ptr() != place.data_ptr() for parameter, place in self._places.items()):
             raise RuntimeError("micro_batches: the parameters have moved; call model.to() before the worker is made")
         if sum(len(group["params"]) for group in self._optimizer.param_groups) != len(self._places):
@@ -472,6 +487,7 @@ class Worker:
             config.switch_multiplier,
         )
         batches = [plan.effective_batch for plan in plans]
+        self.effective_batch = sum(batches)
         group = self._make_group(inner_steps, batches)
         method = self._method
         stops = range(1, inner_steps + 1) if method.capabilities.exchanges_gradients else method.stops(group)
@@ -622,7 +638,8 @@ class Worker:
     def _identity(self) -> dict[str, Any]:
         return {
             "seed": self._config.training_seed,
-            "method": self._config.distributed_algo,
+            "method": repr(self._method),  # with its parameters
+            "model": [[block.name, list(block.shape)] for block in self._model.blocks],
             "optimizer_type": type(self._optimizer).__name__,
         }
 
@@ -637,9 +654,8 @@ class Worker:
         """
         for name, value in self._identity().items():
             if state.get(name) != value:
-                raise ValueError(
-                    f"load_state_dict: the state must be of a worker with {name} {value}, got {state.get(name)}"
-                )
+                differ = "" if name == "model" else f" {value}, got {state.get(name)}"
+                raise ValueError(f"load_state_dict: the state must be of a worker with the same {name}{differ}")
         self._agree("state", [state[name] for name in ("counts", "values", "batch", "examples", "position")])
         self._round = None
         for kind, tensors in self._tensors().items():
@@ -647,14 +663,16 @@ class Worker:
             if found != own_shapes:
                 names = ", ".join(sorted(dict(found.items() ^ own_shapes.items())))
                 raise ValueError(f"load_state_dict: the state is of another model or method; it differs in {names}")
+        self._optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))  # it would use the state's tensors
         for kind, tensors in self._tensors().items():
             for name, tensor in tensors.items():
                 tensor.copy_(state[kind][name])
-        self._optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))  # it would use the state's tensors
+        self._failed = False
         if self._scaler is not None and state["scaler"] is not None:
             self._scaler.load_state_dict(state["scaler"])
         self._values = dict(state["values"])
-        self._control.load_state_dict(state["batch"])
+        if self._config.sampling_method != "none":  # otherwise the batch is that of the argument
+            self._control.load_state_dict(state["batch"])
         self._examples = state["examples"]
         self._cursor = None
         if self._examples:
@@ -756,8 +774,14 @@ def _check_model(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     for name, value, kind in (("model", model, nn.Module), ("optimizer", optimizer, torch.optim.Optimizer)):
         if not isinstance(value, kind):
             raise ValueError(f"{name}: must be a torch {kind.__name__}, got {value!r}")
-    if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
-        raise ValueError(f"model: must be the module inside {type(model).__name__}, which would average every gradient")
+    for module in model.modules():
+        if isinstance(module, nn.DataParallel | nn.parallel.DistributedDataParallel | FullyShardedDataParallel):
+            raise ValueError(
+                f"model: must be without {type(module).__name__}, which averages every gradient; give the worker the "
+                f"module inside, and call that in the loop"
+            )
+    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        raise ValueError("model: must not be sharded over devices (DTensor)")
     trainable = {parameter for parameter in model.parameters() if parameter.requires_grad}
     optimized = {parameter for group in optimizer.param_groups for parameter in group["params"]}
     if optimized != trainable:

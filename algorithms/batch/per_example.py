@@ -163,20 +163,19 @@ def _embedding_uses(module: nn.Embedding, x: torch.Tensor, delta: torch.Tensor) 
 
 
 def _norm_uses(module: nn.Module, x: torch.Tensor, delta: torch.Tensor) -> Uses:
-    # With a weight of ones the module itself yields the normalised input, in exactly the arithmetic of its class.
-    neutral = {
-        name: torch.zeros_like(p) if name == "bias" else torch.ones_like(p) for name, p in module.named_parameters()
-    }
+    # The module itself yields the normalised input, in exactly the arithmetic of its class: the difference that a
+    # weight of ones makes, also where a class scales by 1 + weight.
+    zeros = {name: torch.zeros_like(parameter) for name, parameter in module.named_parameters()}
+    ones = zeros | {"weight": torch.ones_like(module.weight)}
     with torch.no_grad():
-        normalised = functional_call(module, neutral, (x,))
+        normalised = functional_call(module, ones, (x,)) - functional_call(module, zeros, (x,))
     shape = (delta.shape[0], -1, *delta.shape[delta.dim() - module.weight.dim() :])
     yield module.weight, lambda: Dense((delta * normalised).reshape(shape).sum(1))
     if getattr(module, "bias", None) is not None:
         yield module.bias, lambda: Dense(delta.reshape(shape).sum(1))
 
 
-# By class name, so that the classes of transformers are known without importing it. Exactly these classes: a subclass
-# may compute something else.
+# By class name, so that the classes of transformers are known without importing it.
 SUPPORTED_MODULES: Registry[Callable[[nn.Module, torch.Tensor, torch.Tensor], Uses]] = Registry(
     {
         "Linear": _linear_uses,
@@ -191,12 +190,20 @@ SUPPORTED_MODULES: Registry[Callable[[nn.Module, torch.Tensor, torch.Tensor], Us
     }
 )
 
+# A class of this name from elsewhere may compute something else. The class of a norm is asked what it computes.
+_OF_LIBRARIES = ("Linear", "Conv1D", "Embedding")
+_LIBRARIES = ("torch", "transformers")
+
+
+def _class_of(module: nn.Module) -> type[nn.Module]:
+    """Return a module's class; FSDP2 derives classes of its own from those of sharded modules."""
+    kind = type(module)
+    original = kind.__bases__[-1]
+    return original if kind.__name__ == f"FSDP{original.__name__}" else kind
+
 
 def _kind(module: nn.Module) -> str:
-    """Return the name of a module's class; FSDP2 derives classes of its own from those of sharded modules."""
-    kind = type(module)
-    original = kind.__bases__[-1].__name__
-    return original if kind.__name__ == f"FSDP{original}" else kind.__name__
+    return _class_of(module).__name__
 
 
 class _Kept(torch.autograd.Function):
@@ -249,6 +256,7 @@ class PerExampleProbe:
         self._handles: list = []
         self._uses: dict[nn.Parameter, list[Shares]] = {}
         self._names: dict[nn.Parameter, str] = {}
+        self._unreached: set[nn.Parameter] = set()
         self._anchor = torch.empty(0, requires_grad=True)
         self._layers: list[tuple[str, nn.Module]] = []
         for path, module in model.named_modules():
@@ -267,10 +275,13 @@ class PerExampleProbe:
     @staticmethod
     def _check_supported(path: str, module: nn.Module) -> None:
         kind = _kind(module)
-        if kind not in SUPPORTED_MODULES:
+        library = _class_of(module).__module__.split(".")[0]
+        foreign = kind in _OF_LIBRARIES and library not in _LIBRARIES
+        unlike = SUPPORTED_MODULES.get(kind) is _norm_uses and not hasattr(module, "weight")
+        if kind not in SUPPORTED_MODULES or foreign or unlike:
             known = ", ".join(SUPPORTED_MODULES)
             raise UnsupportedModuleError(
-                f"per-example statistics do not know the module '{path}' of class {kind} (known: {known})"
+                f"per-example statistics do not know the module '{path}' of class {kind} of {library} (known: {known})"
             )
         if isinstance(module, nn.Embedding) and (
             module.sparse or module.scale_grad_by_freq or module.max_norm is not None
@@ -290,10 +301,17 @@ class PerExampleProbe:
         return self
 
     def _watch_gradients(self) -> None:
+        self._unreached.update(self._names)
         for parameter in self._names:
             self._handles.append(parameter.register_post_accumulate_grad_hook(self._on_gradient))
 
+    @torch.no_grad()
     def __exit__(self, *exception) -> None:
+        if self._with_products:  # earlier micro-batches may have reached what this one did not
+            for parameter in self._names:
+                if parameter in self._unreached and parameter.grad is not None:
+                    self.squared_norm += parameter.grad.square().sum()
+        self._unreached.clear()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -339,6 +357,7 @@ class PerExampleProbe:
     @torch.no_grad()
     def _on_gradient(self, parameter: nn.Parameter) -> None:
         gradient = parameter.grad
+        self._unreached.discard(parameter)
         direction = gradient if self._direction is None else self._direction[parameter]
         self._add(self._names[parameter], self._uses.pop(parameter, ()), direction)
         if self._with_products:
@@ -350,7 +369,10 @@ class PerExampleProbe:
             known = joined.get(type(use))
             joined[type(use)] = known.joined(use) if known else use
         if not joined or (Dense in joined and len(joined) > 1):
-            raise UnsupportedModuleError(f"the parameter '{name}' got a gradient from outside the modules that own it")
+            raise UnsupportedModuleError(
+                f"the parameter '{name}' got a gradient from outside the modules that own it, or an in-place operation "
+                f"changed the output of one"
+            )
         with torch.autocast(direction.device.type, enabled=False):
             for use in joined.values():
                 squares, products = use.squares_and_products(direction, self._with_products)

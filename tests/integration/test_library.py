@@ -375,6 +375,7 @@ def test_processes_begin_alike_or_not_at_all(two_processes):
             "optimizer",
             "optimizer, rates",
             "optimizer, rates in tensors",
+            "optimizer, groups",
             "trainable parameters",
             "arguments",
             "examples",
@@ -384,17 +385,36 @@ def test_processes_begin_alike_or_not_at_all(two_processes):
             assert error.startswith(f"{name.split(',')[0]}: must be the same in all processes")
 
 
+def test_models_that_others_synchronise_are_refused(two_processes):
+    for result in two_processes:
+        assert result["wrapped"].keys() == {"DistributedDataParallel", "fully_shard"}
+        for name, error in result["wrapped"].items():
+            expected = "must not be sharded" if name == "fully_shard" else f"must be without {name}, which averages"
+            assert error.startswith(f"model: {expected}")
+
+
 @pytest.mark.parametrize(
     ("other", "problem"),
     [
-        ({"method": "LocalSGD"}, "method DiLoCo, got LocalSGD"),
+        ({"method": "LocalSGD()"}, r"method DiLoCo\(\), got LocalSGD\(\)"),
         ({"seed": 3}, "seed 0, got 3"),
         ({"optimizer_type": "SGD"}, "optimizer_type AdamW, got SGD"),
+        ({"model": [["0.weight", [8, 4]]]}, "model"),  # also if its parameters are as many, in another order
     ],
 )
-def test_a_state_that_does_not_fit_is_refused(alone, other, problem):
-    with pytest.raises(ValueError, match=f"^load_state_dict: the state must be of a worker with {problem}$"):
-        Regression(batch=4).worker.load_state_dict(alone.worker.state_dict() | other)
+def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(alone, other, problem):
+    loop = Regression(batch=4)
+    before = [parameter.detach().clone() for parameter in loop.model.parameters()]
+    with pytest.raises(ValueError, match=f"^load_state_dict: the state must be of a worker with the same {problem}$"):
+        loop.worker.load_state_dict(alone.worker.state_dict() | other)
+    for expected, found in zip(before, loop.model.parameters(), strict=True):
+        assert torch.equal(expected, found)
+
+
+def test_a_fixed_batch_is_that_of_the_argument_and_not_of_the_state(alone):
+    loop = Regression(batch=6)
+    loop.worker.load_state_dict(alone.worker.state_dict())
+    assert len(next(loop.worker.micro_batches(96))) == loop.worker.effective_batch == 6
 
 
 def test_another_number_of_workers_continues_where_the_run_was(two_processes, alone):
@@ -435,8 +455,28 @@ def test_processes_share_the_cores(monkeypatch):
 def test_parameters_that_are_not_finite_end_the_run_and_are_never_sent():
     loop = Regression(batch=4)
     loop.targets[:] = torch.nan
+    state = copy.deepcopy(loop.worker.state_dict())
     with pytest.raises(FloatingPointError, match=r"^step: the parameters of worker 0 became NaN or infinite"):
         loop.train(3)
+    with pytest.raises(RuntimeError, match=r"^micro_batches: a step has failed; load a state in all processes"):
+        loop.train(4)
+    loop.targets[:] = 0.0
+    loop.worker.load_state_dict(state)
+    assert all(parameter.isfinite().all() for parameter in loop.train(3))
+
+
+def test_a_batch_that_switch_mode_cuts_is_seen():
+    loop = Regression(batch=adloco.AdaptiveBatch("none", initial=12, max_micro_batch=8))
+    loop.train(3)
+    assert (loop.worker.requested_batch, loop.worker.effective_batch) == (12, 8)
+
+
+def test_layers_added_later_are_noticed():
+    loop = Regression(batch=4)
+    loop.train(3)
+    loop.model.append(nn.Linear(1, 1))
+    with pytest.raises(RuntimeError, match=r"^micro_batches: the model has got trainable parameters"):
+        loop.train(6)
 
 
 @pytest.mark.parametrize(
@@ -490,7 +530,7 @@ def test_models_and_optimizers_that_cannot_be_used_are_refused():
     for name in UNFIT:
         with pytest.raises(ValueError, match=f"^optimizer: {name} cannot be used"):
             adloco.Worker(model[0], getattr(torch.optim, name)(model[0].parameters()))
-    with pytest.raises(ValueError, match=r"^model: must be the module inside DataParallel"):
+    with pytest.raises(ValueError, match=r"^model: must be without DataParallel"):
         adloco.Worker(nn.DataParallel(model[0]), torch.optim.SGD(model[0].parameters(), lr=0.1))
     with pytest.raises(ValueError, match=r"^optimizer: must be a torch Optimizer, got 'AdamW'"):
         adloco.Worker(model[0], "AdamW")

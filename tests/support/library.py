@@ -6,6 +6,7 @@ from unittest.mock import patch
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, AutoTokenizer, get_linear_schedule_with_warmup
 
 import adloco
@@ -111,20 +112,25 @@ class Frozen(nn.Module):
 def begin_with_unlike_processes(interrupted: list[dict], alone: dict) -> dict:
     """Begin with processes that differ; return the tensors of a model, and the errors by name.
 
-    Then continue from the state of one worker for a round; return the first examples, and the state.
+    Then continue from the state of one worker for a round; return the first examples, and the state. "wrapped" are the
+    errors of models that other parts of PyTorch synchronise.
     """
     rank = int(os.environ["RANK"])
     torch.distributed.init_process_group("gloo")  # workers use a group that exists
     torch.manual_seed(rank)
     model = Frozen()
     adloco.Worker(model, torch.optim.SGD(model.second.parameters(), lr=0.1))
-    found = {"tensors": {name: tensor.clone() for name, tensor in model.state_dict().items()}, "errors": {}}
+    found = {
+        "tensors": {name: tensor.clone() for name, tensor in model.state_dict().items()},
+        "errors": {},
+        "wrapped": {},
+    }
 
-    def attempt(name, work):
+    def attempt(name, work, kind="errors"):
         try:
             work()
         except ValueError as error:
-            found["errors"][name] = str(error)
+            found[kind][name] = str(error)
 
     linear = nn.Linear(4 + rank, 1)
     attempt("model, shapes", lambda: adloco.Worker(linear, torch.optim.SGD(linear.parameters(), lr=0.1)))
@@ -138,6 +144,13 @@ def begin_with_unlike_processes(interrupted: list[dict], alone: dict) -> dict:
     attempt("optimizer, rates", lambda: adloco.Worker(model, rates))
     tensors = torch.optim.SGD(model.second.parameters(), lr=torch.tensor((0.1, 0.2)[rank]))
     attempt("optimizer, rates in tensors", lambda: adloco.Worker(model, tensors))
+    order = ([model.second.weight, model.second.bias], [model.second.bias, model.second.weight])[rank]
+    groups = torch.optim.SGD([{"params": [parameter]} for parameter in order], lr=0.1)
+    attempt("optimizer, groups", lambda: adloco.Worker(model, groups))
+    for wrap in (nn.parallel.DistributedDataParallel, fully_shard):
+        wrapped = nn.Sequential(wrap(nn.Linear(4, 1)))
+        averaged = torch.optim.SGD(wrapped.parameters(), lr=0.1)
+        attempt(wrap.__name__, lambda model=wrapped, own=averaged: adloco.Worker(model, own), "wrapped")
     model.first.requires_grad_(rank == 1)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     attempt("trainable parameters", lambda: adloco.Worker(model, torch.optim.SGD(trained, lr=0.1)))

@@ -195,6 +195,22 @@ def test_layers_may_get_their_input_by_name():
     assert_variance_is_that_of_single_examples(Named)
 
 
+class OffsetNorm(nn.Module):
+    """Scales by 1 + weight, as Gemma does."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(width, dtype=torch.float64))
+
+    def forward(self, x):
+        return F.rms_norm(x, x.shape[-1:]) * (1 + self.weight)
+
+
+def test_a_norm_of_ones_own_counts_as_it_computes():
+    own_norm = type("RMSNorm", (OffsetNorm,), {})
+    assert_variance_is_that_of_single_examples(lambda: nn.Sequential(own_norm(5), nn.Linear(5, 2, dtype=torch.float64)))
+
+
 # Modules that are not supported
 
 
@@ -219,6 +235,12 @@ def test_an_unknown_module_is_named_unless_it_is_frozen():
         PerExampleProbe(model, batch_size=2)
     model[1].requires_grad_(False)
     PerExampleProbe(model, batch_size=2)
+
+
+def test_a_class_that_has_only_the_name_of_a_known_one_is_refused():
+    for own in (type("Linear", (nn.Linear,), {})(4, 4), type("RMSNorm", (nn.ParameterList,), {})([torch.ones(4)])):
+        with pytest.raises(UnsupportedModuleError, match=rf"'0' of class {type(own).__name__} of "):
+            PerExampleProbe(nn.Sequential(own), batch_size=2)
 
 
 @pytest.mark.parametrize("examples", [2, 3])  # with three there are as many positions as examples
@@ -308,6 +330,30 @@ def test_an_accumulated_step_is_one_sample(sizes):
     inner = (whole - early) / (9 - n)
     assert found.inner_product_variance == pytest.approx(inner, rel=1e-8)
     assert found.overlap == pytest.approx(early - (n - 2) * inner, rel=1e-8)
+
+
+class Branch(nn.Module):
+    """Uses a layer in some of its calls only."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.outer = (nn.Linear(4, 4, dtype=torch.float64) for _ in range(2))
+
+    def forward(self, x):
+        return self.outer(self.inner(x) if x.mean() > 0 else x)
+
+
+@pytest.mark.parametrize("first", [1, -1])
+def test_a_layer_that_a_micro_batch_does_not_reach_counts(first):
+    torch.manual_seed(0)
+    model, rows = Branch(), torch.randn(9, 2, 4, dtype=torch.float64).abs()
+    rows[:5] *= first
+    rows[5:] *= -first
+    gradients = gradients_of(model, rows)
+    products = gradients @ gradients.T
+    found = step_estimate(probes_of(model, rows, (5, 4)))
+    assert found.squared_norm == pytest.approx((products.sum() - np.trace(products)) / 72, rel=1e-9)
+    assert found.variance == pytest.approx(gradients.var(0, ddof=1).sum(), rel=1e-9)
 
 
 def test_gradients_that_overflow_tell_nothing():
