@@ -40,7 +40,7 @@ def train(steps: int = 200) -> float:
     if worker.index == 0:
         print(
             f"accuracy {accuracy:.3f} after {worker.communications} communications "
-            f"({worker.bytes_communicated / 1e6:.1f} MB); the batch grew to {worker.requested_batch}"
+            f"({worker.bytes_communicated / 1e6:.1f} MB); the batch grew to {worker.effective_batch}"
         )
     return accuracy
 

@@ -135,7 +135,10 @@ def _described_shares(train: TokenisedPart, groups: list[np.ndarray], sizes: tup
 
 
 def _packed(part: TokenisedPart, kind: str, sequence_length: int, most: int | None = None) -> PackedSequences:
-    packed = part.packed(sequence_length)[:most]
+    packed = part.packed(sequence_length)
+    if most is not None and len(packed) > most:  # from all documents, as the source may be sorted
+        logger.info("evaluation reads %s of %s %s sequences", f"{most:,}", f"{len(packed):,}", kind)
+        packed = packed[np.linspace(0, len(packed) - 1, most).astype(np.int64)]
     if not len(packed):
         raise ConfigError(
             f"sequence_length: the {len(part)} {kind} documents do not fill one sequence of {sequence_length} tokens"

@@ -170,7 +170,7 @@ def matching_files(patterns: Sequence[str], suffixes: tuple[str, ...] = ("",), s
             elif path.exists():
                 paths = [path]
             else:
-                paths = [Path(name) for name in sorted(glob.glob(pattern, recursive=True)) if Path(name).is_file()]
+                paths = [path for path in map(Path, sorted(glob.glob(pattern, recursive=True))) if _is_file(path)]
         except OSError as error:
             raise DatasetError(f"{pattern}: {error.strerror}") from None
         if not paths:
@@ -190,7 +190,13 @@ def _files_of(folder: Path, suffixes: tuple[str, ...], subfolders: bool) -> list
     for root, folders, names in os.walk(folder, onerror=refuse):
         folders[:] = sorted(name for name in folders if subfolders and name[0] != ".")
         paths += [Path(root, name) for name in sorted(names) if name.endswith(suffixes) and name[0] != "."]
-    return [path for path in paths if path.is_file()]
+    return [path for path in paths if _is_file(path)]
+
+
+def _is_file(path: Path) -> bool:
+    if path.is_symlink() and not path.exists():
+        raise DatasetError(f"{path}: a link to a file that is missing")
+    return path.is_file()
 
 
 def file_identities(paths: Sequence[Path]) -> list[list]:
@@ -315,7 +321,8 @@ def _smallest_hashes(source: Source, train_size: int | None, val_size: int | Non
         val_size = default_validation_size(train_size)
     pool = None if train_size is None else train_size + val_size
     most = MOST_BY_DEFAULT if val_size is None else val_size
-    documents = itertools.islice(source.train(Skipped()), pool)
+    skipped = Skipped()
+    documents = itertools.islice(source.train(skipped), pool)
     whole = pool is None
     total, unit = (source.size, "B") if whole else (pool, " documents")
     bar = progress_bar(desc="choosing validation documents", total=total, unit=unit, unit_scale=whole, leave=False)
@@ -338,6 +345,7 @@ def _smallest_hashes(source: Source, train_size: int | None, val_size: int | Non
         raise ConfigError(
             f"dataset: {source.name} has {counted(len(smallest), 'document')}, training and validation need one each; "
             f"with dataset text, text_documents: blank_lines makes one of each block of lines"
+            f"{f'. Skipped: {skipped}' if skipped.counts else ''}"
         )
     if val_size >= len(smallest):
         raise ConfigError(f"val_size: must be below the {len(smallest)} documents of the dataset, got {val_size}")

@@ -197,8 +197,8 @@ class TaskData:
     content: str | None = None
 
     def fingerprint(self) -> str:
-        """Return a digest of the sizes and of 32 examples of each part, to compare processes and resumed runs."""
-        digest = hashlib.sha256()
+        """Return a digest of the content, and of 32 examples of each part, to compare processes and resumed runs."""
+        digest = hashlib.sha256(str(self.content).encode())
         if self.shares is not None:
             digest.update(f"{self.shares}".encode())
         for examples in (self.train, self.validation):

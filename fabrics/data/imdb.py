@@ -137,7 +137,7 @@ def load_imdb(config: Config) -> TaskData:
         documents={"train": len(train), "validation": len(evaluation)},
         skipped=skipped.counts,
         class_names=CLASS_NAMES,
-        content=content_digest((train_part, evaluation_part), tokenizer),
+        content=content_digest((train_part, evaluation_part), tokenizer, (train_classes, evaluation_classes)),
     )
     logger.info(
         "data: %s; %s training reviews (%s pos), %s evaluation reviews, balanced; tokenizer %s",

@@ -8,7 +8,7 @@ token that ends a turn included.
 
 import json
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -68,6 +68,8 @@ def _messages(record: object, place: str) -> Messages:
         texts = [message.get(key) for key in ("role", "content")] if isinstance(message, dict) else [None]
         if not all(isinstance(text, str) for text in texts):
             raise DatasetError(f'{place}: message {number} must have a "role" and a "content", both texts')
+    if any(message.get("weight", 1) != 1 for message in messages):
+        raise DatasetError(f'{place}: has a "weight" other than 1; all answers are learned alike')
     if record.get("tools") or any(message.get("tool_calls") for message in messages):
         raise DatasetError(f'{place}: has "tools" or "tool_calls"; only the texts of messages are read')
     if not any(message["role"] == "assistant" for message in messages):
@@ -81,48 +83,76 @@ def _messages(record: object, place: str) -> Messages:
     ]
 
 
-def with_answers(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> tuple[str, list[tuple[int, int]]]:
-    """Return a conversation as the template writes it, and the range of characters of each answer."""
-    # A run that resumes on another day reads the same text.
-    write = partial(tokenizer.apply_chat_template, tokenize=False, strftime_now=_DATE.strftime)
+def written(tokenizer: PreTrainedTokenizerBase, messages: Messages, **options: bool) -> str:
+    """Return messages as the chat template writes them; ValueError: it refuses them."""
     try:
-        text = write(messages)
-        answers = []
-        for number, message in enumerate(messages):
-            if message["role"] != "assistant":
-                continue
-            before = write(messages[:number], add_generation_prompt=True)
-            after = write(messages[: number + 1])
-            if not (after.startswith(before) and text.startswith(after)):
-                raise ValueError(
-                    f"the chat template writes the messages up to {number + 1} differently when others follow, so that "
-                    f"the answer cannot be separated; split the conversation there"
-                )
-            answers.append((len(before), len(after)))
+        # A run that resumes on another day reads the same text.
+        return tokenizer.apply_chat_template(messages, tokenize=False, strftime_now=_DATE.strftime, **options)
     except TemplateError as error:
         raise ValueError(f"the chat template refuses these messages: {first_line(error)}") from None
-    return text, answers
+
+
+def answers_in(tokenizer: PreTrainedTokenizerBase, messages: Messages, text: str, end: int) -> list[tuple[int, int]]:
+    """Return the range of characters of each answer that begins before `end` in the text of all messages."""
+    answers = []
+    for number, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        earlier = written(tokenizer, messages[:number])
+        before = written(tokenizer, messages[:number], add_generation_prompt=True)
+        if len(before) >= end:
+            break
+        after = written(tokenizer, messages[: number + 1])
+        if not (after.startswith(before) and text.startswith(after)):
+            raise ValueError(
+                f"the chat template writes the messages up to {number + 1} differently when others follow, so that "
+                f"the answer cannot be separated; split the conversation there"
+            )
+        answer = after[len(before) :].strip()
+        if before == earlier and not answer.startswith(message["content"].strip()):
+            raise ValueError(
+                f"the chat template ignores add_generation_prompt, so that {answer[:20]!r}, with which it opens an "
+                f"answer, would be learned as well"
+            )
+        answers.append((len(before), len(after)))
+    return answers
 
 
 def encode(
-    documents: Part, tokenizer: PreTrainedTokenizerBase, limit: int, skipped: Skipped, name: str
+    documents: Part,
+    tokenizer: PreTrainedTokenizerBase,
+    limit: int,
+    skipped: Skipped,
+    name: str,
+    held_out: Set[int] = frozenset(),
 ) -> tuple[TokenisedPart, np.ndarray]:
     """Tokenise conversations, cut at `limit` tokens; skip those without an answer in these.
+
+    held_out: hashes of texts that are skipped: templates may write different messages alike.
 
     Return the part, and for each of its tokens whether it holds characters of an answer.
     """
     parts = []
     targets = []
     hashes = []
+    special = tokenizer.all_special_tokens
     reading = documents(skipped)
     for document in progress_bar(reading, desc=f"tokenising {name} conversations", total=documents.count, leave=False):
+        messages = json.loads(document.text)
+        if any(token in message["content"] for token in special for message in messages):
+            skipped.add("with a special token in a message", document.origin)
+            continue
         try:
-            text, answers = with_answers(tokenizer, json.loads(document.text))
+            text = written(tokenizer, messages)
+            # The template has written the special tokens. Without `verbose` no warning of long texts, cut below.
+            encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+            starts, ends = np.array(encoded["offset_mapping"]).reshape(-1, 2)[:limit].T
+            answers = answers_in(tokenizer, messages, text, ends.max(initial=0))
         except ValueError as error:
             raise DatasetError(f"{document.origin}: {error}") from None
-        # The template has written the special tokens. Without `verbose` no warning of long texts, which are cut below.
-        encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-        starts, ends = np.array(encoded["offset_mapping"]).reshape(-1, 2)[:limit].T
+        if document_hash(text) in held_out:
+            skipped.add("the same text as a validation conversation", document.origin)
+            continue
         target = np.zeros(len(starts), dtype=bool)
         for begin, end in answers:
             target |= (starts < end) & (ends > begin)
@@ -160,8 +190,9 @@ def load_messages(config: Config) -> TaskData:
     length = config.sequence_length
     pad = padding(tokenizer)
     train, validation = split(source, config.data_sample_size, config.val_size)
-    train_part, train_targets = encode(train, tokenizer, length, skipped, "training")
     validation_part, validation_targets = encode(validation, tokenizer, length, skipped, "validation")
+    held_out = frozenset(validation_part.hashes.tolist())
+    train_part, train_targets = encode(train, tokenizer, length, skipped, "training", held_out)
     data = TaskData(
         task="causal_lm",
         dataset="messages",

@@ -7,6 +7,7 @@ within `verified_sets`: the processes of a machine leave that to its first.
 """
 
 import contextlib
+import dataclasses
 import hashlib
 import io
 import itertools
@@ -44,6 +45,7 @@ logger = logging.getLogger("adloco.dataset")
 
 FORMAT = 3
 BLOCK_DOCUMENTS = 500
+BLOCK_CHARACTERS = 2**22  # tokenising takes some 50 times the text
 _SUMS = "SHA256SUMS"
 _READ_BYTES = 1 << 20
 _verified = ContextVar("verified", default=False)
@@ -89,11 +91,15 @@ class TokenisedPart:
         return self.tokens[: len(self.tokens) // sequence_length * sequence_length].reshape(-1, sequence_length)
 
 
-def content_digest(parts: Iterable[TokenisedPart], tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return a digest of the documents of these parts and of the tokenizer."""
+def content_digest(
+    parts: Iterable[TokenisedPart], tokenizer: PreTrainedTokenizerBase, classes: Iterable[np.ndarray] = ()
+) -> str:
+    """Return a digest of the documents of these parts, of their classes and of the tokenizer."""
     digest = hashlib.sha256(fingerprint(tokenizer).encode())
     for part in parts:
         digest.update(np.asarray(part.hashes, _HASH).tobytes())
+    for labels in classes:
+        digest.update(labels.tobytes())
     return digest.hexdigest()[:16]
 
 
@@ -228,7 +234,9 @@ def tokenised(folder: Path, recipe: Recipe, cache: bool) -> TokenisedSet:
 def tokenised_documents(config: Config, source: Source) -> TokenisedSet:
     """Return the tokenised documents of a source, from the cache if possible."""
     recipe = Recipe(source, config.data_sample_size, config.val_size, named_tokenizer(config), config.vocab_size)
-    return tokenised(Path(config.cache_dir) / "tokenised" / recipe.key, recipe, cache=True)
+    found = tokenised(Path(config.cache_dir) / "tokenised" / recipe.key, recipe, cache=True)
+    # The cached tokenizer gives the same tokens, but may lack a chat template.
+    return found if recipe.tokenizer is None else dataclasses.replace(found, tokenizer=recipe.tokenizer)
 
 
 def _existing(folder: Path, recipe: Recipe, cache: bool) -> TokenisedSet | None:
@@ -337,7 +345,7 @@ def _write_part(
     ):
         offsets.write(np.zeros(1, "<i8").tobytes())
         for number in itertools.count():
-            own = list(itertools.islice(documents, BLOCK_DOCUMENTS))
+            own = _next_block(documents)
             if not own:
                 return sizes
             block = _block(blocks / f"{folder.name}_{number:07d}.npz", own, tokenizer)
@@ -349,6 +357,17 @@ def _write_part(
             sizes["documents"] += len(own)
             sizes["tokens"] = int(ends[-1])
             progress.update(len(own))
+
+
+def _next_block(documents: Iterator[Document]) -> list[Document]:
+    block = []
+    characters = 0
+    for document in documents:
+        block.append(document)
+        characters += len(document.text)
+        if len(block) == BLOCK_DOCUMENTS or characters >= BLOCK_CHARACTERS:
+            break
+    return block
 
 
 def _block(path: Path, documents: list[Document], tokenizer: PreTrainedTokenizerBase) -> dict[str, np.ndarray]:

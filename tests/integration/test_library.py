@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig
+from torch.utils.data import DataLoader, TensorDataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import adloco
@@ -463,6 +464,17 @@ def test_parameters_that_are_not_finite_end_the_run_and_are_never_sent():
     loop.targets[:] = 0.0
     loop.worker.load_state_dict(state)
     assert all(parameter.isfinite().all() for parameter in loop.train(3))
+
+
+def test_a_data_loader_may_read_the_micro_batches():
+    plain, loop = Regression(batch=ADAPTIVE), Regression(batch=ADAPTIVE)
+    data = TensorDataset(loop.inputs, loop.targets)
+    while loop.worker.steps < 9:
+        for inputs, targets in DataLoader(data, batch_sampler=loop.worker.micro_batches(96)):
+            loop.worker.backward((loop.model(inputs) - targets).square().mean(1))
+        loop.worker.step()
+    for expected, found in zip(plain.train(9), loop.model.parameters(), strict=True):
+        assert torch.equal(expected, found)
 
 
 def test_a_batch_that_switch_mode_cuts_is_seen():

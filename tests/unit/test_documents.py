@@ -97,6 +97,14 @@ def test_a_file_is_read_once_however_often_links_and_patterns_reach_it(tmp_path)
     assert matching_files(patterns) == [folder / "one.txt"]
 
 
+@pytest.mark.parametrize("pattern", ["", "*.txt", "two.txt"])
+def test_a_link_to_a_missing_file_is_an_error(tmp_path, pattern):
+    (tmp_path / "one.txt").write_text("text")
+    (tmp_path / "two.txt").symlink_to(tmp_path / "gone")
+    with pytest.raises(DatasetError, match=r"two\.txt: (a link to a file that is missing|no such file)"):
+        matching_files([str(tmp_path / pattern)])
+
+
 def test_a_folder_or_file_without_read_permission_is_an_error(tmp_path):
     closed = tmp_path / "closed"
     closed.mkdir()

@@ -137,6 +137,18 @@ def test_reviews_become_padded_sequences_with_their_classes(folder):
     assert batch["input_ids"].shape[1] == 32
 
 
+def test_the_digest_of_the_data_depends_on_the_classes(folder, monkeypatch):
+    digest = load_data(make(imdb_local_path=str(folder))).content
+    chosen = choose
+
+    def relabelled(*arguments):
+        train, evaluation = chosen(*arguments)
+        return [(text, 1 - label) for text, label in train], evaluation
+
+    monkeypatch.setattr("fabrics.data.imdb.choose", relabelled)
+    assert load_data(make(imdb_local_path=str(folder))).content != digest
+
+
 @pytest.mark.parametrize("single_seed", [True, False])
 def test_a_pretrained_berts_head_is_drawn_anew_identically_or_per_trainer(folder, tmp_path, single_seed):
     first = make(imdb_local_path=str(folder))

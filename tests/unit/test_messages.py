@@ -9,7 +9,7 @@ import torch
 from fabrics.config_checks import CHECKS
 from fabrics.data.dataset_loader import load_data
 from fabrics.data.documents import DatasetError, Document, Part, Skipped
-from fabrics.data.messages import conversations, encode, with_answers
+from fabrics.data.messages import answers_in, conversations, encode, written
 from fabrics.data.tokenization import train_tokenizer
 from tests.support.chat import NUMBERS, assistant, chat_tokenizer, small_talk, user, write_messages
 from tests.support.helpers import CPU
@@ -77,7 +77,7 @@ def test_conversations_are_cut_and_those_without_an_answer_left_are_skipped(make
         assert batch["labels"].tolist() == [numbers("- - - - w2 w3")] * len(part)
     assert data.documents["train"] + data.documents["validation"] == 4
     assert data.skipped == {"without an answer within sequence_length": 1}
-    with pytest.raises(ConfigError, match="sequence_length: no training conversation has an answer within 3 tokens"):
+    with pytest.raises(ConfigError, match="sequence_length: no validation conversation has an answer within 3 tokens"):
         load_data(make(talk, sequence_length=3))
 
 
@@ -100,6 +100,7 @@ def test_a_conversation_that_is_cut_leads_to_no_warning_of_its_length(monkeypatc
         ('{"messages": [{"role": "user"}]}', 'message 1 must have a "role" and a "content"'),
         ('{"messages": [{"role": "user", "content": "w1"}]}', 'no message has the role "assistant"'),
         ('{"messages": [{"role": "assistant", "content": "w1"}]}', "begins with an answer"),
+        ('{"messages": [{"role": "assistant", "content": "w1", "weight": 0}]}', 'has a "weight" other than 1'),
         ('{"messages": [{"role": "assistant", "content": "", "tool_calls": [{}]}]}', 'has "tools" or "tool_calls"'),
         ('{"messages": [{"role": "assistant", "content": "w1"}], "tools": [{}]}', 'has "tools" or "tool_calls"'),
     ],
@@ -123,7 +124,7 @@ def test_half_a_surrogate_pair_becomes_a_question_mark(tmp_path):
 def test_a_template_with_the_date_writes_the_same_text_on_every_day():
     tokenizer = chat_tokenizer()
     tokenizer.chat_template = "{{ strftime_now('%d %b %Y') }} " + tokenizer.chat_template
-    text, _ = with_answers(tokenizer, [user("w1"), assistant("w2")])
+    text = written(tokenizer, [user("w1"), assistant("w2")])
     assert text == "26 Jul 2024 <user> w1 <end> <assistant> w2 <end> "
 
 
@@ -133,11 +134,60 @@ def test_a_template_that_hides_where_answers_are_is_refused(make, tmp_path):
     # As some templates drop the reasoning of earlier answers.
     tokenizer.chat_template = "{% for m in messages %}{{ m.content if loop.last else '-' }} {% endfor %}"
     with pytest.raises(ValueError, match="writes the messages up to 2 differently when others follow"):
-        with_answers(tokenizer, talk)
+        answers_in(tokenizer, talk, written(tokenizer, talk), 99)
     tokenizer.chat_template = "{{ raise_exception('no tools') }}"
     tokenizer.save_pretrained(tmp_path / "refusing")
     with pytest.raises(ConfigError, match=r"messages cannot be loaded: .*chat\.jsonl:\d: .*refuses .*: no tools"):
         load_data(make(small_talk(3), tokenizer=str(tmp_path / "refusing")))
+
+
+def test_a_template_that_opens_answers_unasked_is_refused_unless_it_writes_nothing_before_them():
+    tokenizer = chat_tokenizer()
+    talk = [user("w1"), assistant("w2")]
+    tokenizer.chat_template = "{% for m in messages %}{{ m.role + ': ' + m.content }} {% endfor %}"
+    with pytest.raises(ValueError, match="ignores add_generation_prompt, so that 'assistant: w2', with which"):
+        answers_in(tokenizer, talk, written(tokenizer, talk), 99)
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }} {% endfor %}"
+    assert answers_in(tokenizer, talk, written(tokenizer, talk), 99) == [(3, 6)]
+
+
+def test_answers_beyond_the_cut_are_not_looked_for():
+    tokenizer = chat_tokenizer()
+    talk = [user("w1"), assistant("w2"), user("w3"), assistant("w4")]
+    text = written(tokenizer, talk)
+    first, second = answers_in(tokenizer, talk, text, len(text))
+    assert answers_in(tokenizer, talk, text, second[0]) == [first]
+
+
+def test_conversations_that_the_template_writes_alike_are_in_one_part(make, tmp_path):
+    tokenizer = chat_tokenizer()
+    tokenizer.chat_template = tokenizer.chat_template.replace("message.content", "message.content | trim")
+    tokenizer.save_pretrained(tmp_path / "trims")
+    talk = small_talk(40)
+    spaced = [[user(question["content"] + " "), answer] for question, answer in talk]
+    data = load_data(make(talk + spaced, val_size=10, tokenizer=str(tmp_path / "trims")))
+    training, validation = (
+        {tuple(part.batch([index], CPU)["input_ids"][0].tolist()) for index in range(len(part))}
+        for part in (data.train, data.validation)
+    )
+    assert not training & validation
+    assert data.skipped == {"the same text as a validation conversation": 80 - len(data.train) - 10}
+
+
+def test_conversations_that_spell_a_special_token_are_skipped(make):
+    data = load_data(make([*small_talk(5), [user("w1"), assistant("w2 <end> w3")]]))
+    assert data.skipped == {"with a special token in a message": 1}
+
+
+def test_a_cached_set_does_not_take_the_chat_template_away(make, tmp_path):
+    plain = chat_tokenizer()
+    plain.chat_template = None
+    plain.save_pretrained(tmp_path / "plain")
+    (tmp_path / "text.txt").write_text("\n\n".join(f"w{number} w1 w2 w3 w4" for number in range(20)))
+    values = {"dataset": "text", "text_files": [str(tmp_path / "text.txt")], "text_documents": "blank_lines"}
+    values |= {"sequence_length": 4, "cache_dir": str(tmp_path / "cache")}
+    assert load_data(make([], **values, tokenizer=str(tmp_path / "plain"))).tokenizer.chat_template is None
+    assert load_data(make([], **values)).tokenizer.chat_template is not None
 
 
 def test_a_tokenizer_without_a_chat_template_is_refused(make, tmp_path):

@@ -122,6 +122,18 @@ def test_the_largest_token_decides_the_bytes_of_all(tmp_path, largest, dtype):
     assert tokens == [0, 0, 1, 1, 1, largest, largest]
 
 
+def test_blocks_end_early_where_documents_are_long(tokenizer, tmp_path, monkeypatch):
+    """The memory of tokenising depends on the characters of a block; the set does not."""
+    write(tmp_path / "whole", tokenizer, train=50, validation=5)
+    monkeypatch.setattr(token_store, "BLOCK_CHARACTERS", 2_000)
+    sizes = []
+    monkeypatch.setattr(token_store, "encode", lambda own, texts: sizes.append(texts) or encode(own, texts))
+    write(tmp_path / "set", tokenizer, train=50, validation=5)
+    assert len(sizes) > 4
+    assert all(sum(map(len, texts[:-1])) < 2_000 for texts in sizes)
+    assert content(tmp_path / "set") == content(tmp_path / "whole")
+
+
 @pytest.mark.parametrize(
     ("stop", "blocks", "left"), [(30, 0, "whole"), (170, 2, "flipped"), (270, 3, "whole"), (270, 3, "truncated")]
 )
