@@ -98,7 +98,6 @@ def answers_in(tokenizer: PreTrainedTokenizerBase, messages: Messages, text: str
     for number, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        earlier = written(tokenizer, messages[:number])
         before = written(tokenizer, messages[:number], add_generation_prompt=True)
         if len(before) >= end:
             break
@@ -109,7 +108,7 @@ def answers_in(tokenizer: PreTrainedTokenizerBase, messages: Messages, text: str
                 f"the answer cannot be separated; split the conversation there"
             )
         answer = after[len(before) :].strip()
-        if before == earlier and not answer.startswith(message["content"].strip()):
+        if not answer.startswith(message["content"].strip()) and before == written(tokenizer, messages[:number]):
             raise ValueError(
                 f"the chat template ignores add_generation_prompt, so that {answer[:20]!r}, with which it opens an "
                 f"answer, would be learned as well"
