@@ -22,7 +22,7 @@ class EagerDiLoCo(Method):
     left for the next round, whose D' is 0.
     """
 
-    capabilities = Capabilities(averages_copies=True, temporaries=2.0, shards=True)
+    capabilities = Capabilities(averages_copies=True, overlaps=True, temporaries=2.0, shards=True)
     state = ("mean",)
     worker_state = ("velocity", "deviation")
     keeps = "anchor"

@@ -59,6 +59,7 @@ class Capabilities:
         encodings: the values of communication_dtype that it supports; None: all.
         outer_keys: the `OUTER_KEYS` that it reads.
         one_exchange: every round is one communication of known size, so that budgets can plan.
+        overlaps: that communication is awaited at the end of the next round only.
         weighted: workers count by their examples, so that their batches and inner steps may differ.
         fewer_steps: workers on slower nodes make fewer inner steps of a round, also with `balance: equal`.
         needs_speeds: the purpose for which node_speeds must be given; empty: none.
@@ -84,6 +85,7 @@ class Capabilities:
     encodings: tuple[str, ...] | None = None
     outer_keys: tuple[str, ...] = OUTER_KEYS
     one_exchange: bool = True
+    overlaps: bool = False
     weighted: bool = True
     fewer_steps: bool = False
     needs_speeds: str = ""

@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from benchmarks.compare.report import page, write_overview, write_page
 from benchmarks.compare.results import Results, same_data
 from benchmarks.compare.runs import ComparisonError, Runner, outcome
-from benchmarks.compare.spec import ROOT, ComparisonSpec, load_spec, make_run
+from benchmarks.compare.spec import DEFAULT_BASE, ROOT, ComparisonSpec, load_spec, make_run
 from configs import make_samples
 from training_logs.showing.run_data import RunFolderError, damage_reported
 from utils.config.schema import ConfigError
@@ -48,6 +48,8 @@ def recorded_outcomes(raw: Mapping[str, Any], spec: ComparisonSpec) -> dict[str,
     before = ComparisonSpec.model_validate(raw["comparison"], extra="ignore")
     if (before.hardware, before.networks) != (spec.hardware, spec.networks):
         return {}
+    if before.base != DEFAULT_BASE:  # the file may have changed
+        return {entry["id"]: entry for entry in raw["outcomes"]}
     return {make_run(before, before.method(entry["method"]), entry["seed"]).id: entry for entry in raw["outcomes"]}
 
 

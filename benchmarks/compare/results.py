@@ -184,8 +184,12 @@ class Results:
         if difference is None:
             return "not comparable: stopped or other data"
         verdict = difference.verdict
-        used = statistics.fmean(self.ends(method, axis))
-        limit = statistics.fmean(self.ends(self.references[method], axis))
+        reference = self.references[method]
+        shared = {run["seed"] for run in self.runs[method]} & {run["seed"] for run in self.runs[reference]}
+        used, limit = (
+            statistics.fmean(run["curves"][axis][-1] for run in self.runs[name] if run["seed"] in shared)
+            for name in (method, reference)
+        )
         if used < (1.0 - TOLERANCE) * limit and verdict == "worse":
             return "not comparable: ended earlier"
         if used > (1.0 + TOLERANCE) * limit and verdict == "better":

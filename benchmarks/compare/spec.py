@@ -25,6 +25,7 @@ from utils.config.schema import FIELDS, Config, ConfigError
 
 ROOT = Path(__file__).resolve().parents[2]
 COMPARISONS = ROOT / "benchmarks" / "comparisons"
+DEFAULT_BASE = "config.yaml"
 
 
 class Part(BaseModel):
@@ -50,7 +51,7 @@ class ComparisonSpec(Part):
     answer: str = ""
     details: str = ""
     corpus: str = ""
-    base: str = "config.yaml"
+    base: str = DEFAULT_BASE
     samples: list[Literal[tuple(SAMPLES)]] = Field([])
     common: dict[str, Any] = Field({})
     seeds: list[int] = Field(min_length=1)
@@ -88,8 +89,11 @@ class Run:
             name = ALIASES.get(name, name)
             if name in FIELDS:
                 known[".".join([name, *rest])] = value
+        base: Any = self.base
+        if base != DEFAULT_BASE:  # the defaults may change; a base of the user's own is what is compared
+            base = [base, read_mapping(ROOT / base)]
         # The 1.0 was the share of the tokens; it stays, so that recorded ids do.
-        text = json.dumps([self.base, known, 1.0], sort_keys=True)
+        text = json.dumps([base, known, 1.0], sort_keys=True, default=str)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def config(self) -> Config:
@@ -143,6 +147,7 @@ def load_spec(path: Path) -> ComparisonSpec:
             problems.append(f"{method.name}: other methods are compared with it, so it has no reference of its own")
     if bool(spec.hardware) != bool(spec.networks):
         problems.append("hardware, networks: give both or neither")
+    lengths: set[int] = set()
     speeds: set[float] = set()  # of the fastest nodes
     for method in spec.methods if not problems else ():
         try:
@@ -150,7 +155,10 @@ def load_spec(path: Path) -> ComparisonSpec:
         except ConfigError as error:
             problems += [f"{method.name}: {problem}" for problem in error.problems]
         else:
+            lengths.add(config.sequence_length)
             speeds |= {max(config.node_speeds)} if config.simulates_time_budget else set()
+    if len(lengths) > 1:  # evaluations would read other sequences
+        problems.append("sequence_length: must be equal in all methods")
     for device, speed in itertools.product(spec.hardware, speeds):
         if device.t_min or not math.isclose(device.t_example, 1.0 / speed, rel_tol=1e-3):
             clock = f"t_min 0 and t_example {1.0 / speed:.4g}"

@@ -17,6 +17,7 @@ from fabrics.data.dataset_loader import DATASETS
 from fabrics.data.examples import TaskData
 from fabrics.data.sampler import DataCursor, Shares, Subsets
 from fabrics.data.tokenization import END_OF_TEXT, load_tokenizer, named_tokenizer
+from fabrics.models.attention import body_and_head
 from fabrics.models.lora import add_adapters, lora_of
 from fabrics.models.model_family import (
     MODELS,
@@ -127,11 +128,14 @@ def meta_model(config: Config) -> tuple[nn.Module, list[str]]:
 def check_architecture(config: Config) -> None:
     """Raise a ConfigError for a model that cannot be built, before the data are read."""
     family = MODELS[config.model_type]
-    # Weights have a possible architecture, and other families may need the data's own tokenizer.
-    if isinstance(family, TransformersFamily) and not is_pretrained(config.model_config):
+    if isinstance(family, TransformersFamily):  # others may need the data's own tokenizer
         model, _ = meta_model(config)
         if config.need_to_reinit_output_layers:
             reinitialise_output_layer(config.model_type, model, config.training_seed)
+        if config.activation_checkpointing:
+            recompute_activations(model, config.model_type)
+        if config.loss_chunk_tokens:
+            body_and_head(model)
 
 
 def flops_per_token(model: nn.Module, sequence_length: int) -> float:

@@ -4,6 +4,7 @@
 """
 
 import json
+import logging
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,16 +30,19 @@ from algorithms.registry import Registry
 from fabrics.data.tokenization import padding, vocabulary_size
 from utils.config.schema import ConfigError
 from utils.distributed.devices import is_out_of_memory
-from utils.text import did_you_mean, first_line
+from utils.text import counted, did_you_mean, first_line
+
+logger = logging.getLogger("adloco.models")
 
 # Keys of model_config that are not architecture values.
 OWN_KEYS = frozenset(("preset", "name", "pretrained"))
 _WEIGHTS = "model.safetensors"
 _ARCHITECTURE = "config.json"
 _EXPONENT = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
-# Errors of the libraries for architecture values that they do not check beforehand.
-_IMPOSSIBLE_ARCHITECTURE = (
-    StrictDataclassError, ValueError, TypeError, RuntimeError, ArithmeticError, LookupError, AttributeError,
+# Errors of the libraries for folders, and for architecture values, that they do not check beforehand.
+_UNUSABLE = (
+    StrictDataclassError, SafetensorError, OSError, ValueError, TypeError, RuntimeError, ArithmeticError, LookupError,
+    AttributeError, AssertionError, ImportError,
 )  # fmt: skip
 
 
@@ -195,7 +199,9 @@ class ModelFamily:
                 module = self.build(values, demands)
                 if torch.get_default_device().type != "meta":  # there only the architecture is needed
                     module.load_state_dict(load_file(folder / _WEIGHTS))
-            except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
+            except _UNUSABLE as error:
+                if is_out_of_memory(error):
+                    raise
                 reason = " ".join(str(error).split())
                 raise ConfigError(f"model_config.name: cannot load {settings['name']!r}: {reason}") from None
         module.architecture = dict(values)
@@ -267,16 +273,31 @@ class TransformersFamily:
     def _pretrained(self, settings: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> nn.Module:
         self._named_architecture(settings["name"])
         options = {"dtype": torch.float32, "use_safetensors": True, "trust_remote_code": False}
+        options |= architecture_values(settings)
         try:
-            model = self.auto_class.from_pretrained(settings["name"], **options, **architecture_values(settings))
-        except (OSError, ValueError, TypeError, RuntimeError, SafetensorError) as error:
+            model, weights = self.auto_class.from_pretrained(settings["name"], **options, output_loading_info=True)
+        except _UNUSABLE as error:
+            if is_out_of_memory(error):
+                raise
             raise _load_failed(settings["name"], error) from None
+        self._check_weights(model, settings["name"], weights["missing_keys"], weights["unexpected_keys"])
         generation = getattr(model, "generation_config", None)
         if generation is not None and tokenizer.eos_token_id is not None:
             ends = generation.eos_token_id
             if tokenizer.eos_token_id not in (ends if isinstance(ends, list) else [ends]):  # not the model's tokenizer
                 generation.eos_token_id = model.config.eos_token_id = tokenizer.eos_token_id
         return model
+
+    def _check_weights(
+        self, model: nn.Module, folder: str, missing: Collection[str], unexpected: Collection[str]
+    ) -> None:
+        """Refuse weights that lack a part of the model; only a classifier may lack the layers on its encoder."""
+        if self.task == "classification":
+            missing = [name for name in missing if ".encoder." in name or ".embeddings." in name]
+        elif unexpected:
+            logger.warning("model_config.name: not used of %r: %s", folder, _some(unexpected))
+        if missing:
+            raise ConfigError(f"model_config.name: the weights of {folder!r} lack {_some(missing)}")
 
     def _from_scratch(self, settings: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> nn.Module:
         name = settings.get("preset") or settings.get("name") or "demo"
@@ -291,7 +312,7 @@ class TransformersFamily:
             if model.device.type != "meta":
                 with torch.no_grad():
                     model.eval()(input_ids=torch.zeros(1, 2, dtype=torch.long))
-        except _IMPOSSIBLE_ARCHITECTURE as error:
+        except _UNUSABLE as error:
             if is_out_of_memory(error):
                 raise
             # transformers puts the name of its validator before the reason.
@@ -302,8 +323,10 @@ class TransformersFamily:
     def _named_architecture(self, name: str) -> dict[str, Any]:
         try:
             values = AutoConfig.from_pretrained(name, trust_remote_code=False).to_dict()
-        except (OSError, ValueError) as error:
+        except _UNUSABLE as error:
             raise _load_failed(name, error) from None
+        if values.get("quantization_config"):
+            raise ConfigError(f"model_config.name: {name!r} is quantised; train the model that it was made from")
         if self.config_class is not None and values["model_type"] != self.config_class.model_type:
             raise ConfigError(
                 f"model_config.name: {name!r} is a {values['model_type']} model, not {self.config_class.model_type}; "
@@ -317,7 +340,14 @@ def _sees_later_tokens(model: nn.Module) -> bool:
     model.eval()
     later = (0, model.config.vocab_size - 1)
     first, second = (model(input_ids=torch.tensor([[0, token]])).logits[0, 0] for token in later)
+    if not first.isfinite().all():
+        raise ConfigError("model_config.name: the model's logits are NaN or infinite")
     return not torch.allclose(first, second, rtol=1e-3, atol=1e-4)
+
+
+def _some(names: Collection[str]) -> str:
+    first = sorted(names)[0]
+    return first if len(names) == 1 else f"{first} and {counted(len(names) - 1, 'other tensor')}"
 
 
 def _load_failed(name: str, error: Exception) -> ConfigError:

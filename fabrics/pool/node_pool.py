@@ -42,7 +42,8 @@ class NodePool:
         if self._schedule is None:
             return self.nodes
         # The first entry of the schedule is (0, nodes).
-        count = next(nodes for share, nodes in reversed(self._schedule) if share <= progress)
+        # The tolerance is for the rounding of sums of seconds.
+        count = next(nodes for share, nodes in reversed(self._schedule) if share <= progress + 1e-9)
         return self.nodes[: int(count)]
 
     def fastest(self, progress: float) -> tuple[Node, ...]:

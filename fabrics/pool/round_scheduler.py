@@ -130,8 +130,11 @@ class RoundScheduler:
         stops = range(1, steps + 1) if method.capabilities.exchanges_gradients else (steps,)
         recipients = method.capabilities.recipients
         through = "all" if recipients is None else f"groups of {recipients + 1}"
-        events = [Event("synchronisation", step, sent, sent, through=through) for step in stops]
-        return [*events, Event("statistics", steps, statistics, statistics)]
+        behind = steps if method.capabilities.overlaps else 0
+        events = [Event("synchronisation", step, sent, sent, behind, through) for step in stops]
+        if statistics:
+            events.append(Event("statistics", steps, statistics, statistics))
+        return events
 
     def _budgeted_steps(
         self, trainers: Collection["Trainer"], splits: Collection["WorkSplit"], remaining: Remaining
@@ -174,6 +177,9 @@ class RoundScheduler:
     ) -> Remaining | None:
         """Return the rest of a run with a budget, None without one; `warn` is told once if the budget is too small."""
         if self._budget is None:
+            if self.clock is not None and not self._warned:
+                self._warned = True
+                self._warn_of_too_little_time(counters, trainers, splits, warn)
             return None
         config = self._config
         examples_left = self._examples_left(counters, splits)
@@ -210,6 +216,20 @@ class RoundScheduler:
             # Without rounds no batch would grow, and no worker would join.
             rounds, _ = affordable(used + min(reserve, max(0.0, self._budget.amount - used) / 2))
         return Remaining(counters.outer_steps, rounds, counters.examples, examples_left)
+
+    def _warn_of_too_little_time(
+        self,
+        counters: RunCounters,
+        trainers: Collection["Trainer"],
+        splits: Collection["WorkSplit"],
+        warn: Callable[[str], None],
+    ) -> None:
+        if self._config.objective == "time":  # its plan may differ from this round
+            return
+        left = self._config.time_budget - counters.simulated_seconds
+        least = self._simulated_seconds(counters, trainers, splits, 1)
+        if least > left:
+            warn(f"time_budget: {left:,.4g} seconds are too few: a round of one inner step takes {least:,.4g}")
 
     def _examples_left(self, counters: RunCounters, splits: Collection["WorkSplit"]) -> float:
         limits = []

@@ -292,6 +292,26 @@ def test_a_budget_of_simulated_seconds_ends_the_run_by_hand(settings, expected, 
     assert sorted(recorder.rounds[-1].evaluations) == [0]
 
 
+@pytest.mark.parametrize(
+    ("settings", "expected", "seconds"),
+    [
+        # A mean of 2 s arrives before the next round of 6 s has ended, so that the workers never wait but at the end.
+        ({"time_budget": 30.0, "distributed_algo": "EagerDiLoCo"}, [3] * 5, 30),
+        # Two models to one other worker take 4/3 s, and 1 s of latency.
+        ({"time_budget": 30.0, "distributed_algo": "NoLoCo"}, [3, 3, 3, 2], 22 + 4 * (1 + 4 / 3)),
+    ],
+)
+def test_rounds_are_planned_with_the_exchanges_that_they_have(settings, expected, seconds):
+    cluster, recorder = run(1, **SIMULATED | settings)
+    assert (lengths(recorder), cluster.counters.simulated_seconds) == (expected, pytest.approx(seconds))
+
+
+def test_too_little_simulated_time_is_told_before_the_run():
+    _, recorder = run(1, **SIMULATED | {"time_budget": 3.0})
+    assert recorder.warnings == ["time_budget: 3 seconds are too few: a round of one inner step takes 4"]
+    assert run(1, **SIMULATED | {"time_budget": 8.0})[1].warnings == []
+
+
 def test_the_learning_rate_follows_the_share_of_the_simulated_time():
     _, recorder = run(1, **SIMULATED | {"time_budget": 30.0})
     # The last round begins after 24 of 30 s, where the rate begins to fall, and has two inner steps.

@@ -51,6 +51,10 @@ def test_documented_example_is_a_valid_comparison(tmp_path):
         ({"seeds": [1, 2, 1]}, "seeds: 1 is there twice"),
         ({"methods": [{"name": "AdLoCo", "seeds": [3, 3]}]}, "AdLoCo: seeds: 3 is there twice"),
         (
+            {"methods": [{"name": "AdLoCo"}, {"name": "short", "overrides": {"sequence_length": 8}}]},
+            "sequence_length: must be equal in all methods",
+        ),
+        (
             {"methods": [{"name": "AdLoCo"}, {"name": "other", "seeds": [3]}]},
             "other: seeds: none is one of its reference, AdLoCo",
         ),
@@ -105,6 +109,18 @@ def test_run_is_identified_by_the_settings_of_its_file(tmp_path):
 def small_results(comparison: ComparisonSpec) -> dict:
     outcomes = [{"method": name, "seed": 1, "completed": True} for name in ("AdLoCo", "DiLoCo")]
     return {"comparison": comparison.model_dump(mode="json"), "outcomes": outcomes}
+
+
+def test_an_edited_base_of_ones_own_makes_all_runs_again(tmp_path):
+    base = tmp_path / "base.yaml"
+    base.write_text((ROOT / "config.yaml").read_text())
+    comparison = load_spec(small_comparison(tmp_path, base=str(base)))
+    runs = comparison.runs()
+    outcomes = [{"method": run.method, "seed": run.seed, "completed": True, "id": run.id} for run in runs]
+    recorded = {"comparison": comparison.model_dump(mode="json"), "outcomes": outcomes}
+    assert recorded_outcomes(recorded, comparison).keys() == {run.id for run in runs}
+    base.write_text(base.read_text() + "\ngradient_clipping: 0.5\n")
+    assert not recorded_outcomes(recorded, comparison).keys() & {run.id for run in comparison.runs()}
 
 
 def test_recorded_outcomes_survive_removed_and_renamed_keys(tmp_path):

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models
 from transformers import (
     AutoModelForCausalLM,
@@ -248,6 +249,83 @@ def test_damaged_weights_are_refused(tokenizer, tmp_path):
     (tmp_path / "model.safetensors").write_bytes(b"not weights")
     with pytest.raises(ConfigError, match=r"^model_config\.name: cannot load"):
         build_model("microllama", {"name": str(tmp_path), "pretrained": True}, tokenizer, 9, 0)
+
+
+def change_weights(folder, change):
+    weights = load_file(folder / "model.safetensors")
+    save_file(change(weights), folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def without(part: str):
+    return lambda weights: {name: tensor for name, tensor in weights.items() if part not in name}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "change", "lacking"),
+    [
+        ("microllama", without("layers.1.mlp"), r"model\.layers\.1\.mlp\.down_proj\.weight and 2 other tensors"),
+        ("causal_lm", lambda weights: {f"net.{name}": tensor for name, tensor in weights.items()}, "lm_head"),
+        ("bert", without("layer.0.output.dense.bias"), r"bert\.encoder\.layer\.0\.output\.dense\.bias$"),
+    ],
+)
+def test_weights_that_lack_a_part_are_refused(tokenizer, tmp_path, model_type, change, lacking):
+    made = "bert" if model_type == "bert" else "microllama"
+    save_model(build_model(made, {"preset": "demo"}, tokenizer, 9, 3), tokenizer, tmp_path)
+    change_weights(tmp_path, change)
+    with pytest.raises(ConfigError, match=rf"^model_config\.name: the weights of '{tmp_path}' lack {lacking}"):
+        build_model(model_type, {"name": str(tmp_path), "pretrained": True}, tokenizer, 9, 0)
+
+
+def test_a_classifier_may_lack_its_head_and_weights_that_are_not_used_are_named(tokenizer, tmp_path, caplog):
+    save_model(build_model("bert", {"preset": "demo"}, tokenizer, 9, 3), tokenizer, tmp_path / "bert")
+    change_weights(tmp_path / "bert", without("classifier"))
+    build_model("bert", {"name": str(tmp_path / "bert"), "pretrained": True}, tokenizer, 9, 0)
+    save_model(build_model("microllama", {"preset": "demo"}, tokenizer, 9, 3), tokenizer, tmp_path / "llama")
+    settings = {"name": str(tmp_path / "llama"), "pretrained": True, "num_hidden_layers": 1}
+    with caplog.at_level("WARNING", "adloco.models"):
+        build_model("microllama", settings, tokenizer, 9, 0)
+    assert "not used of" in caplog.text
+    assert "model.layers.1." in caplog.text
+
+
+def test_weights_that_are_not_numbers_are_refused(tokenizer, tmp_path):
+    save_model(build_model("microllama", {"preset": "demo"}, tokenizer, 9, 3), tokenizer, tmp_path)
+    change_weights(tmp_path, lambda weights: weights | {"model.norm.weight": weights["model.norm.weight"] * torch.nan})
+    with pytest.raises(ConfigError, match=r"^model_config\.name: the model's logits are NaN or infinite"):
+        build_model("causal_lm", {"name": str(tmp_path), "pretrained": True}, tokenizer, 9, 0)
+
+
+@pytest.mark.parametrize("is_pretrained", [True, False])
+@pytest.mark.parametrize(
+    ("values", "problem"),
+    [
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "is quantised; train the model"),
+        ({"num_attention_heads": 5}, "cannot load|cannot build"),
+        ({"hidden_act": "unknown"}, "cannot load|cannot build"),
+        ({"dtype": "unknown"}, "cannot load|cannot build"),
+    ],
+)
+def test_an_impossible_config_of_a_folder_is_one_line(tokenizer, tmp_path, is_pretrained, values, problem):
+    save_model(build_model("microllama", {"preset": "demo"}, tokenizer, 9, 3), tokenizer, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | values))
+    with pytest.raises(ConfigError, match=problem):
+        build_model("microllama", {"name": str(tmp_path), "pretrained": is_pretrained}, tokenizer, 9, 0)
+
+
+@pytest.mark.parametrize(
+    ("values", "problem"),
+    [
+        ({"sequence_length": 4096}, "sequence_length: the model takes at most"),
+        ({"loss_chunk_tokens": 8, "model_type": "bert", "dataset": "imdb"}, "loss_chunk_tokens: must be null"),
+    ],
+)
+def test_what_does_not_fit_a_pretrained_model_is_found_before_the_data_are_read(tokenizer, tmp_path, values, problem):
+    model_type = values.get("model_type", "microllama")
+    save_model(build_model(model_type, {"preset": "demo"}, tokenizer, 9, 3), tokenizer, tmp_path)
+    config = make_config(model_config={"name": str(tmp_path), "pretrained": True}, **values)
+    with pytest.raises(ConfigError, match=f"^{problem}"):
+        check_architecture(config)
 
 
 def test_the_output_layer_is_reinitialised_by_seed(tokenizer):

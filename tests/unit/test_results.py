@@ -184,6 +184,19 @@ def test_a_method_may_have_seeds_of_its_own():
     assert "Seeds 1, 2, 3." in text
 
 
+def test_usage_counts_over_the_seeds_of_both():
+    results = made_results()
+    for outcome in results.raw["outcomes"]:
+        if outcome["method"] == "a" and outcome["seed"] == 3:  # it alone uses this much
+            outcome["curves"]["tokens"] = [tokens * 100 for tokens in outcome["curves"]["tokens"]]
+    assert results.verdict("d", "tokens") != MORE
+    results.raw["comparison"]["methods"][3]["seeds"] = [1, 2]
+    results.raw["outcomes"] = [
+        outcome for outcome in results.raw["outcomes"] if (outcome["method"], outcome["seed"]) != ("d", 3)
+    ]
+    assert Results(results.raw).verdict("d", "tokens") == MORE
+
+
 def test_a_method_may_have_a_reference_of_its_own():
     results = made_results()
     results.raw["comparison"]["methods"][3]["reference"] = "c"
