@@ -184,7 +184,7 @@ def inner_steps(cluster: Cluster) -> None:
     trainer = cluster.trainers[0]
     schedule = round_schedule(cluster.config)
     assignment = trainer.assignments(trainer.split_work(), schedule)[0]
-    loop = InnerLoop(trainer.workers[0], assignment, trainer.parameters, False, lambda: None)
+    loop = InnerLoop(trainer.local_workers[0], assignment, trainer.parameters, False, lambda: None)
     loop.run(until=schedule.inner_steps)
 
 

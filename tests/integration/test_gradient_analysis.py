@@ -332,7 +332,7 @@ def test_a_model_without_per_example_gradients_is_refused_before_the_work(analys
     run, _, _ = analysed
     monkeypatch.setattr(gradient_analysis, "initial_model", lambda *_: nn.Sequential(nn.Bilinear(2, 2, 2)))
     monkeypatch.setattr(gradient_analysis, "Gradients", None)
-    with pytest.raises(ConfigError, match=r"^model: cannot be analysed: .*'0' of class Bilinear \([^;]*$"):
+    with pytest.raises(ConfigError, match=r"^model: cannot be analysed: .*'0' of class Bilinear of torch \([^;]*$"):
         analyse(AnalysisConfig(model=str(run), sample_size=8, output_dir=str(tmp_path)))
 
 

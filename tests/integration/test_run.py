@@ -284,7 +284,7 @@ def test_an_option_without_a_value_starts_no_other_run(option, capsys):
         (["model_type=bert"], "model_type: bert is for classification, dataset python_docs for causal_lm"),
         (
             ["model_config.name=/no/such/model", "model_config.pretrained=true"],
-            "cannot load the tokenizer '/no/such/model'",
+            "model_config.name: cannot load '/no/such/model'",
         ),
         (["data_sample_size=1000000"], "data_sample_size:"),
         (["data_sample_size=1000000", "sequence_length=1024"], "sequence_length: the model takes"),  # comes first
