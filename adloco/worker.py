@@ -58,6 +58,8 @@ from utils.distributed.devices import identity, transport_device
 from utils.distributed.peers import PeerWatch
 from utils.distributed.reductions import Transport, Workers
 
+# Parts of a parameter's name that wrappers of its module add.
+_WRAPPERS = r"\b(_orig_mod|_checkpoint_wrapped_module)\."
 # The loop is the user's: the worker knows no end.
 _NO_END = 2**31
 
@@ -639,7 +641,7 @@ class Worker:
         return {
             "seed": self._config.training_seed,
             "method": repr(self._method),  # with its parameters
-            "model": [[block.name, list(block.shape)] for block in self._model.blocks],
+            "model": [[re.sub(_WRAPPERS, "", block.name), list(block.shape)] for block in self._model.blocks],
             "optimizer_type": type(self._optimizer).__name__,
         }
 

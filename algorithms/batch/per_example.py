@@ -163,12 +163,13 @@ def _embedding_uses(module: nn.Embedding, x: torch.Tensor, delta: torch.Tensor) 
 
 
 def _norm_uses(module: nn.Module, x: torch.Tensor, delta: torch.Tensor) -> Uses:
-    # The module itself yields the normalised input, in exactly the arithmetic of its class: the difference that a
-    # weight of ones makes, also where a class scales by 1 + weight.
+    # With a weight of ones the module itself yields the normalised input, in exactly the arithmetic of its class.
     zeros = {name: torch.zeros_like(parameter) for name, parameter in module.named_parameters()}
     ones = zeros | {"weight": torch.ones_like(module.weight)}
     with torch.no_grad():
-        normalised = functional_call(module, ones, (x,)) - functional_call(module, zeros, (x,))
+        normalised = functional_call(module, ones, (x,))
+        if _library(module) not in _LIBRARIES:  # it may scale by 1 + weight
+            normalised = normalised - functional_call(module, zeros, (x,))
     shape = (delta.shape[0], -1, *delta.shape[delta.dim() - module.weight.dim() :])
     yield module.weight, lambda: Dense((delta * normalised).reshape(shape).sum(1))
     if getattr(module, "bias", None) is not None:
@@ -190,7 +191,7 @@ SUPPORTED_MODULES: Registry[Callable[[nn.Module, torch.Tensor, torch.Tensor], Us
     }
 )
 
-# A class of this name from elsewhere may compute something else. The class of a norm is asked what it computes.
+# A class of this name from elsewhere may compute something else; norms are only assumed to be linear in their weight.
 _OF_LIBRARIES = ("Linear", "Conv1D", "Embedding")
 _LIBRARIES = ("torch", "transformers")
 
@@ -204,6 +205,10 @@ def _class_of(module: nn.Module) -> type[nn.Module]:
 
 def _kind(module: nn.Module) -> str:
     return _class_of(module).__name__
+
+
+def _library(module: nn.Module) -> str:
+    return _class_of(module).__module__.split(".")[0]
 
 
 class _Kept(torch.autograd.Function):
@@ -275,7 +280,7 @@ class PerExampleProbe:
     @staticmethod
     def _check_supported(path: str, module: nn.Module) -> None:
         kind = _kind(module)
-        library = _class_of(module).__module__.split(".")[0]
+        library = _library(module)
         foreign = kind in _OF_LIBRARIES and library not in _LIBRARIES
         unlike = SUPPORTED_MODULES.get(kind) is _norm_uses and not hasattr(module, "weight")
         if kind not in SUPPORTED_MODULES or foreign or unlike:

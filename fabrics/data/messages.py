@@ -68,8 +68,9 @@ def _messages(record: object, place: str) -> Messages:
         texts = [message.get(key) for key in ("role", "content")] if isinstance(message, dict) else [None]
         if not all(isinstance(text, str) for text in texts):
             raise DatasetError(f'{place}: message {number} must have a "role" and a "content", both texts')
-    if any(message.get("weight", 1) != 1 for message in messages):
-        raise DatasetError(f'{place}: has a "weight" other than 1; all answers are learned alike')
+    weights = [message.get("weight") for message in messages if message["role"] == "assistant"]
+    if any(weight not in (None, 1) for weight in weights):
+        raise DatasetError(f'{place}: an answer has a "weight" other than 1; all answers are learned alike')
     if record.get("tools") or any(message.get("tool_calls") for message in messages):
         raise DatasetError(f'{place}: has "tools" or "tool_calls"; only the texts of messages are read')
     if not any(message["role"] == "assistant" for message in messages):
@@ -92,6 +93,23 @@ def written(tokenizer: PreTrainedTokenizerBase, messages: Messages, **options: b
         raise ValueError(f"the chat template refuses these messages: {first_line(error)}") from None
 
 
+def check_opening(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise a ConfigError for a chat template that opens answers with a text, but not when it is asked for one."""
+    question = [{"role": "user", "content": "question"}]
+    try:
+        plain = written(tokenizer, question)
+        asked = written(tokenizer, question, add_generation_prompt=True)
+        whole = written(tokenizer, [*question, {"role": "assistant", "content": "ANSWER"}])
+    except ValueError:  # a template with other demands, which its conversations meet
+        return
+    opening, found, _ = whole.removeprefix(asked).partition("ANSWER")
+    if asked == plain and found and opening.strip():
+        raise ConfigError(
+            f"tokenizer: its chat template ignores add_generation_prompt, so that {opening!r}, with which it opens "
+            f"answers, would be learned as well"
+        )
+
+
 def answers_in(tokenizer: PreTrainedTokenizerBase, messages: Messages, text: str, end: int) -> list[tuple[int, int]]:
     """Return the range of characters of each answer that begins before `end` in the text of all messages."""
     answers = []
@@ -106,12 +124,6 @@ def answers_in(tokenizer: PreTrainedTokenizerBase, messages: Messages, text: str
             raise ValueError(
                 f"the chat template writes the messages up to {number + 1} differently when others follow, so that "
                 f"the answer cannot be separated; split the conversation there"
-            )
-        answer = after[len(before) :].strip()
-        if not answer.startswith(message["content"].strip()) and before == written(tokenizer, messages[:number]):
-            raise ValueError(
-                f"the chat template ignores add_generation_prompt, so that {answer[:20]!r}, with which it opens an "
-                f"answer, would be learned as well"
             )
         answers.append((len(before), len(after)))
     return answers
@@ -162,7 +174,7 @@ def encode(
         targets.append(target)
         hashes.append(document_hash(text))
     if not parts:
-        raise ConfigError(f"sequence_length: no {name} conversation has an answer within {limit} tokens")
+        raise ConfigError(f"sequence_length: no {name} conversation has an answer within {limit} tokens: {skipped}")
     part = TokenisedPart(np.concatenate(parts), np.cumsum([0, *map(len, parts)]), np.array(hashes, dtype=np.uint64))
     return part, np.concatenate(targets)
 
@@ -179,6 +191,7 @@ def load_messages(config: Config) -> TaskData:
     if not tokenizer.chat_template or not tokenizer.is_fast:
         missing = "has no chat template" if tokenizer.is_fast else "is not fast"
         raise ConfigError(f"tokenizer: {tokenizer.name_or_path} {missing}, which dataset messages needs (docs/data.md)")
+    check_opening(tokenizer)
     source = Source(
         name=f"{counted(len(files), 'file')} of messages ({', '.join(config.text_files)})",
         identity={"messages": file_identities(files)},

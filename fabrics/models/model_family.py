@@ -271,7 +271,7 @@ class TransformersFamily:
         return model
 
     def _pretrained(self, settings: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> nn.Module:
-        self._named_architecture(settings["name"])
+        self._named_architecture(settings["name"], with_weights=True)
         options = {"dtype": torch.float32, "use_safetensors": True, "trust_remote_code": False}
         options |= architecture_values(settings)
         try:
@@ -320,12 +320,12 @@ class TransformersFamily:
             raise ConfigError(f"model_config: cannot build this architecture: {reason}") from error
         return model
 
-    def _named_architecture(self, name: str) -> dict[str, Any]:
+    def _named_architecture(self, name: str, with_weights: bool = False) -> dict[str, Any]:
         try:
             values = AutoConfig.from_pretrained(name, trust_remote_code=False).to_dict()
         except _UNUSABLE as error:
             raise _load_failed(name, error) from None
-        if values.get("quantization_config"):
+        if values.pop("quantization_config", None) and with_weights:
             raise ConfigError(f"model_config.name: {name!r} is quantised; train the model that it was made from")
         if self.config_class is not None and values["model_type"] != self.config_class.model_type:
             raise ConfigError(

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -412,6 +413,25 @@ def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(alone, other, 
         assert torch.equal(expected, found)
 
 
+def test_a_state_whose_optimizer_does_not_fit_changes_nothing(alone):
+    loop = Regression(batch=4)
+    before = [parameter.detach().clone() for parameter in loop.model.parameters()]
+    state = copy.deepcopy(alone.worker.state_dict())
+    state["optimizer"]["param_groups"] *= 2
+    with pytest.raises(ValueError, match="parameter groups"):
+        loop.worker.load_state_dict(state)
+    for expected, found in zip(before, loop.model.parameters(), strict=True):
+        assert torch.equal(expected, found)
+
+
+def test_a_state_fits_a_model_whose_layers_are_compiled(alone):
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    model[0] = torch.compile(model[0])
+    worker = adloco.Worker(model, torch.optim.AdamW(model.parameters(), lr=1e-2), batch=4)
+    worker.load_state_dict(alone.worker.state_dict())
+    assert torch.equal(model[2].weight, alone.model[2].weight)
+
+
 def test_a_fixed_batch_is_that_of_the_argument_and_not_of_the_state(alone):
     loop = Regression(batch=6)
     loop.worker.load_state_dict(alone.worker.state_dict())
@@ -582,6 +602,7 @@ def test_a_loop_in_the_wrong_order_is_an_error():
         loop.worker.backward(loop.losses(next(micro_batches)))
     with pytest.raises(ValueError, match=r"^micro_batches: examples must be a positive integer, got 2.5"):
         next(Regression().worker.micro_batches(2.5))
+    assert len(next(Regression(batch=4).worker.micro_batches(np.int64(96)))) == 4
     moved = Regression()
     moved.model.double().float()
     with pytest.raises(RuntimeError, match=r"^micro_batches: the parameters have moved"):

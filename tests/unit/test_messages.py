@@ -9,7 +9,7 @@ import torch
 from fabrics.config_checks import CHECKS
 from fabrics.data.dataset_loader import load_data
 from fabrics.data.documents import DatasetError, Document, Part, Skipped
-from fabrics.data.messages import answers_in, conversations, encode, written
+from fabrics.data.messages import answers_in, check_opening, conversations, encode, written
 from fabrics.data.tokenization import train_tokenizer
 from tests.support.chat import NUMBERS, assistant, chat_tokenizer, small_talk, user, write_messages
 from tests.support.helpers import CPU
@@ -100,7 +100,7 @@ def test_a_conversation_that_is_cut_leads_to_no_warning_of_its_length(monkeypatc
         ('{"messages": [{"role": "user"}]}', 'message 1 must have a "role" and a "content"'),
         ('{"messages": [{"role": "user", "content": "w1"}]}', 'no message has the role "assistant"'),
         ('{"messages": [{"role": "assistant", "content": "w1"}]}', "begins with an answer"),
-        ('{"messages": [{"role": "assistant", "content": "w1", "weight": 0}]}', 'has a "weight" other than 1'),
+        ('{"messages": [{"role": "assistant", "content": "w1", "weight": 0}]}', 'an answer has a "weight"'),
         ('{"messages": [{"role": "assistant", "content": "", "tool_calls": [{}]}]}', 'has "tools" or "tool_calls"'),
         ('{"messages": [{"role": "assistant", "content": "w1"}], "tools": [{}]}', 'has "tools" or "tool_calls"'),
     ],
@@ -141,14 +141,22 @@ def test_a_template_that_hides_where_answers_are_is_refused(make, tmp_path):
         load_data(make(small_talk(3), tokenizer=str(tmp_path / "refusing")))
 
 
-def test_a_template_that_opens_answers_unasked_is_refused_unless_it_writes_nothing_before_them():
+def test_a_template_that_opens_answers_unasked_is_refused_unless_it_writes_nothing_before_them(make, tmp_path):
     tokenizer = chat_tokenizer()
-    talk = [user("w1"), assistant("w2")]
+    check_opening(tokenizer)
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content | lower }} {% endfor %}"
+    check_opening(tokenizer)
+    tokenizer.chat_template = "{{ raise_exception('no questions') }}"
+    check_opening(tokenizer)
     tokenizer.chat_template = "{% for m in messages %}{{ m.role + ': ' + m.content }} {% endfor %}"
-    with pytest.raises(ValueError, match="ignores add_generation_prompt, so that 'assistant: w2', with which"):
-        answers_in(tokenizer, talk, written(tokenizer, talk), 99)
-    tokenizer.chat_template = "{% for m in messages %}{{ m.content }} {% endfor %}"
-    assert answers_in(tokenizer, talk, written(tokenizer, talk), 99) == [(3, 6)]
+    tokenizer.save_pretrained(tmp_path / "unasked")
+    with pytest.raises(ConfigError, match=r"^tokenizer: its chat template ignores .* 'assistant: ', with which it"):
+        load_data(make(small_talk(3), tokenizer=str(tmp_path / "unasked")))
+
+
+def test_weights_of_one_and_of_questions_are_no_problem(make):
+    talk = [[user(f"w{n}") | {"weight": 0}, assistant("w2") | {"weight": weight}] for n, weight in enumerate((1, None))]
+    assert load_data(make(talk)).documents == {"train": 1, "validation": 1}
 
 
 def test_answers_beyond_the_cut_are_not_looked_for():

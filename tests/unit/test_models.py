@@ -295,11 +295,20 @@ def test_weights_that_are_not_numbers_are_refused(tokenizer, tmp_path):
         build_model("causal_lm", {"name": str(tmp_path), "pretrained": True}, tokenizer, 9, 0)
 
 
+def test_weights_of_a_quantised_model_are_refused_and_its_architecture_is_not(tokenizer, tmp_path):
+    save_model(build_model("microllama", {"preset": "demo"}, tokenizer, 9, 3), tokenizer, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "gptq"}}))
+    with pytest.raises(ConfigError, match="is quantised; train the model"):
+        build_model("microllama", {"name": str(tmp_path), "pretrained": True}, tokenizer, 9, 0)
+    model = build_model("microllama", {"name": str(tmp_path)}, tokenizer, 9, 0)
+    assert not hasattr(model.config, "quantization_config")
+
+
 @pytest.mark.parametrize("is_pretrained", [True, False])
 @pytest.mark.parametrize(
     ("values", "problem"),
     [
-        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "is quantised; train the model"),
         ({"num_attention_heads": 5}, "cannot load|cannot build"),
         ({"hidden_act": "unknown"}, "cannot load|cannot build"),
         ({"dtype": "unknown"}, "cannot load|cannot build"),
