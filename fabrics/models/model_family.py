@@ -199,7 +199,7 @@ class ModelFamily:
                 module = self.build(values, demands)
                 if torch.get_default_device().type != "meta":  # there only the architecture is needed
                     module.load_state_dict(load_file(folder / _WEIGHTS))
-            except _UNUSABLE as error:
+            except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
                 if is_out_of_memory(error):
                     raise
                 reason = " ".join(str(error).split())

@@ -41,8 +41,7 @@ class NodePool:
         """The nodes that work at this progress of the run, 0 to 1: the first ones, as many as scheduled."""
         if self._schedule is None:
             return self.nodes
-        # The first entry of the schedule is (0, nodes).
-        # The tolerance is for the rounding of sums of seconds.
+        # The first entry of the schedule is (0, nodes). The tolerance is for the rounding of sums of seconds.
         count = next(nodes for share, nodes in reversed(self._schedule) if share <= progress + 1e-9)
         return self.nodes[: int(count)]
 

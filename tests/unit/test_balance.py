@@ -125,3 +125,10 @@ def test_given_speeds_are_not_measured():
 def test_every_node_needs_a_speed():
     with pytest.raises(ConfigError, match=r"^node_speeds: .* 4 nodes, got 2$"):
         NodePool([CPU] * 4, make_config(node_speeds=[2, 1]))
+
+
+def test_nodes_join_at_their_share_of_a_sum_of_seconds():
+    pool = NodePool([CPU] * 2, make_config(nodes_per_gpu=2, node_schedule=[[0, 1], [0.8, 2]]))
+    progress = sum([0.08] * 10)
+    assert progress < 0.8
+    assert [len(pool.working(share)) for share in (0.79, progress, 0.8)] == [1, 2, 2]

@@ -83,6 +83,13 @@ def test_documents_that_fill_no_sequence_are_an_error(make):
         load_data(make(data_sample_size=1, val_size=1, sequence_length=500_000))
 
 
+def test_too_few_documents_say_what_was_skipped(make, tmp_path):
+    (tmp_path / "one.txt").write_text("text")
+    (tmp_path / "two.txt").write_text(" ")
+    with pytest.raises(ConfigError, match=r"has 1 document, .* Skipped: 1 empty \(first: .*two\.txt\)$"):
+        load_data(make(dataset="text", text_files=[str(tmp_path)]))
+
+
 def test_text_files_of_ones_own(make, tmp_path):
     for number, part in enumerate(CONVERSATION.split("\n\n")):
         (tmp_path / f"{number:03d}.txt").write_text(part, encoding="utf-8")

@@ -14,6 +14,7 @@ from transformers import (
     AutoTokenizer,
     BertConfig,
     GPT2Config,
+    LlamaForCausalLM,
     MistralConfig,
     PreTrainedTokenizerFast,
     Qwen2Config,
@@ -327,9 +328,13 @@ def test_an_impossible_config_of_a_folder_is_one_line(tokenizer, tmp_path, is_pr
     [
         ({"sequence_length": 4096}, "sequence_length: the model takes at most"),
         ({"loss_chunk_tokens": 8, "model_type": "bert", "dataset": "imdb"}, "loss_chunk_tokens: must be null"),
+        ({"activation_checkpointing": True}, "activation_checkpointing: must be false"),
     ],
 )
-def test_what_does_not_fit_a_pretrained_model_is_found_before_the_data_are_read(tokenizer, tmp_path, values, problem):
+def test_what_does_not_fit_a_pretrained_model_is_found_before_the_data_are_read(
+    tokenizer, tmp_path, monkeypatch, values, problem
+):
+    monkeypatch.setattr(LlamaForCausalLM, "supports_gradient_checkpointing", False)
     model_type = values.get("model_type", "microllama")
     save_model(build_model(model_type, {"preset": "demo"}, tokenizer, 9, 3), tokenizer, tmp_path)
     config = make_config(model_config={"name": str(tmp_path), "pretrained": True}, **values)
