@@ -1,5 +1,6 @@
 """IMDB: film reviews, positive or negative, from the hub or from the folder that aclImdb_v1.tar.gz unpacks to."""
 
+import hashlib
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -9,8 +10,8 @@ from transformers import PreTrainedTokenizerBase
 
 from fabrics.data.documents import EMPTY, DatasetError, Skipped, document_hash, matching_files, whole_file
 from fabrics.data.examples import PaddedSequences, TaskData
-from fabrics.data.token_store import TokenisedPart, content_digest
-from fabrics.data.tokenization import describe, named_tokenizer, padding, train_tokenizer
+from fabrics.data.token_store import TokenisedPart, cached_arrays, content_digest
+from fabrics.data.tokenization import describe, fingerprint, named_tokenizer, padding, train_tokenizer
 from utils.config.schema import Config, ConfigError
 from utils.progress import progress_bar
 from utils.text import first_line
@@ -93,21 +94,27 @@ def choose(
 
 
 def encode_reviews(
-    reviews: Sequence[Review], tokenizer: PreTrainedTokenizerBase, sequence_length: int, name: str
+    config: Config, reviews: Sequence[Review], tokenizer: PreTrainedTokenizerBase, name: str
 ) -> TokenisedPart:
     """Tokenise reviews as [CLS] text [SEP], cut at sequence_length; special tokens that a text spells out are text."""
-    parts = []
-    for start in progress_bar(range(0, len(reviews), 500), desc=f"tokenising {name} reviews", leave=False):
-        ids = tokenizer(
-            [text for text, _ in reviews[start : start + 500]],
-            truncation=True,
-            max_length=sequence_length,
-            split_special_tokens=True,
-            return_attention_mask=False,
-        )["input_ids"]
-        parts += [np.array(tokens, dtype=np.int32) for tokens in ids]
     hashes = np.array([document_hash(text) for text, _ in reviews], dtype=np.uint64)
-    return TokenisedPart(np.concatenate(parts), np.cumsum([0, *map(len, parts)]), hashes)
+
+    def encoded() -> dict[str, np.ndarray]:
+        parts = []
+        for start in progress_bar(range(0, len(reviews), 500), desc=f"tokenising {name} reviews", leave=False):
+            ids = tokenizer(
+                [text for text, _ in reviews[start : start + 500]],
+                truncation=True,
+                max_length=config.sequence_length,
+                split_special_tokens=True,
+                return_attention_mask=False,
+            )["input_ids"]
+            parts += [np.array(tokens, dtype=np.int32) for tokens in ids]
+        return {"tokens": np.concatenate(parts), "offsets": np.cumsum([0, *map(len, parts)])}
+
+    texts = hashlib.sha256(hashes.tobytes()).hexdigest()
+    arrays = cached_arrays(config, ["reviews", texts, config.sequence_length, fingerprint(tokenizer)], encoded)
+    return TokenisedPart(arrays["tokens"], arrays["offsets"], hashes)
 
 
 def load_imdb(config: Config) -> TaskData:
@@ -123,8 +130,8 @@ def load_imdb(config: Config) -> TaskData:
         tokenizer = train_tokenizer((text for text, _ in train), config.vocab_size, "classification")
         name = "trained on the reviews"
     length = config.sequence_length
-    train_part = encode_reviews(train, tokenizer, length, "training")
-    evaluation_part = encode_reviews(evaluation, tokenizer, length, "evaluation")
+    train_part = encode_reviews(config, train, tokenizer, "training")
+    evaluation_part = encode_reviews(config, evaluation, tokenizer, "evaluation")
     train_classes, evaluation_classes = (np.array([label for _, label in part]) for part in (train, evaluation))
     pad = padding(tokenizer)
     data = TaskData(

@@ -6,6 +6,7 @@ is read off the template: it is what the template writes beyond the earlier mess
 token that ends a turn included.
 """
 
+import dataclasses
 import json
 import logging
 from collections.abc import Iterator, Sequence, Set
@@ -31,8 +32,8 @@ from fabrics.data.documents import (
     split,
 )
 from fabrics.data.examples import PaddedSequences, TaskData
-from fabrics.data.token_store import TokenisedPart, content_digest
-from fabrics.data.tokenization import describe, named_tokenizer, padding
+from fabrics.data.token_store import TokenisedPart, cached_arrays, content_digest
+from fabrics.data.tokenization import describe, fingerprint, named_tokenizer, padding
 from utils.config.schema import Config, ConfigError
 from utils.progress import progress_bar
 from utils.text import counted, first_line
@@ -179,6 +180,23 @@ def encode(
     return part, np.concatenate(targets)
 
 
+_ARRAYS = ("tokens", "offsets", "hashes", "targets")
+
+
+def _encoded(config: Config, source: Source, tokenizer: PreTrainedTokenizerBase) -> dict[str, np.ndarray]:
+    """Tokenise both parts: the arrays of each, and what was skipped, as JSON."""
+    skipped = Skipped()
+    arrays = {}
+    train, validation = split(source, config.data_sample_size, config.val_size)
+    held_out = frozenset()
+    for name, documents in (("validation", validation), ("training", train)):
+        part, targets = encode(documents, tokenizer, config.sequence_length, skipped, name, held_out)
+        held_out = frozenset(part.hashes.tolist())
+        for kind, values in zip(_ARRAYS, (part.tokens, part.offsets, part.hashes, targets), strict=True):
+            arrays[f"{name}_{kind}"] = values
+    return arrays | {"skipped": np.array(json.dumps(dataclasses.asdict(skipped)))}
+
+
 def load_messages(config: Config) -> TaskData:
     """`dataset: messages`: the user's own conversations, of which the answers are learned."""
     files = matching_files(config.text_files, (".jsonl", ".jsonl.gz"), subfolders=True)
@@ -198,33 +216,37 @@ def load_messages(config: Config) -> TaskData:
         train=partial(conversations, files),
         size=sum(file.stat().st_size for file in files),
     )
-    skipped = Skipped()
     length = config.sequence_length
-    pad = padding(tokenizer)
-    train, validation = split(source, config.data_sample_size, config.val_size)
-    validation_part, validation_targets = encode(validation, tokenizer, length, skipped, "validation")
-    held_out = frozenset(validation_part.hashes.tolist())
-    train_part, train_targets = encode(train, tokenizer, length, skipped, "training", held_out)
+    sizes = [config.data_sample_size, config.val_size]
+    written_by = [fingerprint(tokenizer), tokenizer.chat_template, tokenizer.all_special_tokens]
+    identity = [source.identity, sizes, length, written_by]
+    arrays = cached_arrays(config, identity, lambda: _encoded(config, source, tokenizer))
+    skipped = Skipped(**json.loads(str(arrays["skipped"])))
+    parts = []
+    examples = []
+    for name in ("training", "validation"):
+        tokens, offsets, hashes, targets = (arrays[f"{name}_{kind}"] for kind in _ARRAYS)
+        parts.append(TokenisedPart(tokens, offsets, hashes))
+        examples.append(PaddedSequences(tokens, offsets, length, padding(tokenizer), targets=targets))
+    train_part, validation_part = parts
     data = TaskData(
         task="causal_lm",
         dataset="messages",
         source=source.name,
-        train=PaddedSequences(train_part.tokens, train_part.offsets, length, pad, targets=train_targets),
-        validation=PaddedSequences(
-            validation_part.tokens, validation_part.offsets, length, pad, targets=validation_targets
-        ),
+        train=examples[0],
+        validation=examples[1],
         tokenizer=tokenizer,
         documents={"train": len(train_part), "validation": len(validation_part)},
         skipped=skipped.counts,
-        content=content_digest((train_part, validation_part), tokenizer),
+        content=content_digest(parts, tokenizer),
     )
     logger.info(
         "data: %s; %s training conversations of %s tokens, %s of them in answers; %s validation conversations; "
         "tokenizer %s",
         source.name,
         f"{len(train_part):,}",
-        f"{len(train_targets):,}",
-        f"{train_targets.sum():,}",
+        f"{len(train_part.tokens):,}",
+        f"{arrays['training_targets'].sum():,}",
         f"{len(validation_part):,}",
         describe(tokenizer),
     )

@@ -15,7 +15,7 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property
@@ -372,17 +372,42 @@ def _next_block(documents: Iterator[Document]) -> list[Document]:
 
 def _block(path: Path, documents: list[Document], tokenizer: PreTrainedTokenizerBase) -> dict[str, np.ndarray]:
     hashes = np.array([document_hash(document.text) for document in documents], _HASH)
-    if path.exists():
-        try:
-            with np.load(path, allow_pickle=False) as file:  # the format has checksums
-                found = dict(file)
-            if np.array_equal(found["hashes"], hashes):
-                return found
-        except Exception as error:  # zipfile, zlib and numpy raise a dozen classes for damaged files
-            logger.warning("a cached file is damaged and will be made again: %s: %s", path, error)
+    found = _read_arrays(path)
+    if found is not None and np.array_equal(found["hashes"], hashes):
+        return found
     tokens = encode(tokenizer, [document.text for document in documents])
     block = {"tokens": np.concatenate(tokens), "lengths": np.array([len(own) for own in tokens]), "hashes": hashes}
-    content = io.BytesIO()
-    np.savez(content, **block)
-    write_atomically(path, lambda temporary: temporary.write_bytes(content.getvalue()))
+    _write_arrays(path, block)
     return block
+
+
+def _read_arrays(path: Path) -> dict[str, np.ndarray] | None:
+    if not path.exists():
+        return None
+    try:
+        with np.load(path, allow_pickle=False) as file:  # the format has checksums
+            return dict(file)
+    except Exception as error:  # zipfile, zlib and numpy raise a dozen classes for damaged files
+        logger.warning("a cached file is damaged and will be made again: %s: %s", path, error)
+        return None
+
+
+def _write_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
+    content = io.BytesIO()
+    np.savez(content, **arrays)
+    write_atomically(path, lambda temporary: temporary.write_bytes(content.getvalue()))
+
+
+def cached_arrays(config: Config, identity: Any, make: Callable[[], dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    """Return the arrays that were made before for the same identity (plain data); else make them, and keep them."""
+    key = hashlib.sha256(json.dumps([FORMAT, identity]).encode()).hexdigest()[:32]
+    path = Path(config.cache_dir) / "tokenised" / f"{key}.npz"
+    found = _read_arrays(path)
+    if found is None:
+        found = make()
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            _write_arrays(path, found)
+        except OSError as error:
+            raise ConfigError(f"cache_dir: cannot write {path}: {error.strerror or error}") from None
+    return found

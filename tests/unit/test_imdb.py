@@ -7,6 +7,7 @@ import pytest
 from cluster import Cluster
 from configs.make_samples import paragraphs_and_docstrings, write_imdb
 from fabrics.config_checks import CHECKS
+from fabrics.data import token_store
 from fabrics.data.dataset_loader import load_data
 from fabrics.data.documents import DatasetError, Skipped
 from fabrics.data.imdb import choose, encode_reviews, hub_reviews, local_reviews
@@ -24,18 +25,23 @@ def folder(tmp_path_factory):
     return folder
 
 
-def make(**values):
-    defaults = {
-        "dataset": "imdb",
-        "model_type": "bert",
-        "number_of_outer_steps": 2,
-        "data_sample_size": 100,
-        "samples_per_class": 15,
-        "sequence_length": 32,
-        "vocab_size": 500,
-        "max_batch_size": 16,
-    }
-    return parse_config(defaults | values, (), CHECKS)[0]
+@pytest.fixture
+def make(tmp_path):
+    def make(**values):
+        defaults = {
+            "dataset": "imdb",
+            "model_type": "bert",
+            "number_of_outer_steps": 2,
+            "data_sample_size": 100,
+            "samples_per_class": 15,
+            "sequence_length": 32,
+            "vocab_size": 500,
+            "max_batch_size": 16,
+            "cache_dir": str(tmp_path / "cache"),
+        }
+        return parse_config(defaults | values, (), CHECKS)[0]
+
+    return make
 
 
 ROWS = [(f'A "film",\nnumber {number} é', number % 2) for number in range(60)]
@@ -67,7 +73,7 @@ def test_another_layout_is_an_error(tmp_path, folder):
         local_reviews(str(tmp_path), Skipped())
 
 
-def test_the_hub_gives_texts_and_labels(tmp_path):
+def test_the_hub_gives_texts_and_labels(make, tmp_path):
     """`datasets` reads a folder as it reads a repository of the hub with the same files."""
     for name, rows in (("train", ROWS[:40]), ("test", ROWS[40:])):
         lines = (json.dumps({"text": text, "label": label}) + "\n" for text, label in rows)
@@ -114,16 +120,16 @@ def test_too_few_reviews_say_how_many_there_are(train, test, train_size, per_cla
         choose({"train": train, "test": test}, 1, train_size, per_class, Skipped())
 
 
-def test_special_tokens_that_a_review_spells_out_are_text():
+def test_special_tokens_that_a_review_spells_out_are_text(make):
     tokenizer = train_tokenizer(["a good [SEP] film"], 60, "classification")
-    part = encode_reviews([("good [SEP] film", 1)], tokenizer, 32, "training")
+    part = encode_reviews(make(), [("good [SEP] film", 1)], tokenizer, "training")
     assert part.tokens.tolist().count(tokenizer.sep_token_id) == 1
 
 
 # Training
 
 
-def test_reviews_become_padded_sequences_with_their_classes(folder):
+def test_reviews_become_padded_sequences_with_their_classes(make, folder):
     data = load_data(make(imdb_local_path=str(folder)))
     assert (data.task, data.class_names) == ("classification", ("neg", "pos"))
     assert dict(data.documents) == {"train": 100, "validation": 30}
@@ -137,7 +143,18 @@ def test_reviews_become_padded_sequences_with_their_classes(folder):
     assert batch["input_ids"].shape[1] == 32
 
 
-def test_the_digest_of_the_data_depends_on_the_classes(folder, monkeypatch):
+def test_reviews_are_tokenised_once(make, folder, monkeypatch):
+    written = []
+    write = token_store._write_arrays
+    monkeypatch.setattr(token_store, "_write_arrays", lambda path, arrays: written.append(path) or write(path, arrays))
+    first, second = (load_data(make(imdb_local_path=str(folder))).fingerprint() for _ in range(2))
+    assert first == second
+    assert len(set(written)) == len(written) == 2
+    load_data(make(imdb_local_path=str(folder), sequence_length=16))
+    assert len(set(written)) == 4
+
+
+def test_the_digest_of_the_data_depends_on_the_classes(make, folder, monkeypatch):
     digest = load_data(make(imdb_local_path=str(folder))).content
     chosen = choose
 
@@ -150,7 +167,7 @@ def test_the_digest_of_the_data_depends_on_the_classes(folder, monkeypatch):
 
 
 @pytest.mark.parametrize("single_seed", [True, False])
-def test_a_pretrained_berts_head_is_drawn_anew_identically_or_per_trainer(folder, tmp_path, single_seed):
+def test_a_pretrained_berts_head_is_drawn_anew_identically_or_per_trainer(make, folder, tmp_path, single_seed):
     first = make(imdb_local_path=str(folder))
     cluster = Cluster(first, load_data(first))
     paths = cluster.save_models(tmp_path, Recorder())
@@ -173,7 +190,7 @@ def test_a_pretrained_berts_head_is_drawn_anew_identically_or_per_trainer(folder
     assert again.model.module.config.id2label == {0: "neg", 1: "pos"}
 
 
-def test_a_model_with_another_number_of_classes_is_refused(folder):
+def test_a_model_with_another_number_of_classes_is_refused(make, folder):
     config = make(imdb_local_path=str(folder), model_config={"preset": "demo", "num_labels": 3})
     with pytest.raises(ConfigError, match=r"model_config\.num_labels: the data has 2 classes, got 3"):
         Cluster(config, load_data(config))

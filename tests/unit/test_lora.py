@@ -87,6 +87,7 @@ def make(base, tmp_path):
             "val_size": 20,
             "INITIAL_BATCH_SIZE": 16,
             "max_batch_size": 16,
+            "cache_dir": str(tmp_path / "cache"),
         }
         return parse_config(defaults | values, (), CHECKS)[0]
 

@@ -1,5 +1,6 @@
 """Conversations: which tokens are targets, and what is refused."""
 
+import dataclasses
 import json
 import logging
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 
 from fabrics.config_checks import CHECKS
+from fabrics.data import messages
 from fabrics.data.dataset_loader import load_data
 from fabrics.data.documents import DatasetError, Document, Part, Skipped
 from fabrics.data.messages import answers_in, check_opening, conversations, encode, written
@@ -32,6 +34,7 @@ def make(tmp_path):
             "sequence_length": 64,
             "val_size": 1,
             "max_batch_size": 8,
+            "cache_dir": str(tmp_path / "cache"),
         }
         return parse_config(defaults | values, (), CHECKS)[0]
 
@@ -193,9 +196,31 @@ def test_a_cached_set_does_not_take_the_chat_template_away(make, tmp_path):
     plain.save_pretrained(tmp_path / "plain")
     (tmp_path / "text.txt").write_text("\n\n".join(f"w{number} w1 w2 w3 w4" for number in range(20)))
     values = {"dataset": "text", "text_files": [str(tmp_path / "text.txt")], "text_documents": "blank_lines"}
-    values |= {"sequence_length": 4, "cache_dir": str(tmp_path / "cache")}
+    values |= {"sequence_length": 4}
     assert load_data(make([], **values, tokenizer=str(tmp_path / "plain"))).tokenizer.chat_template is None
     assert load_data(make([], **values)).tokenizer.chat_template is not None
+
+
+def test_conversations_are_tokenised_once(make, tmp_path, monkeypatch):
+    """A second run reads the cache, unless files, cut, sizes, template or cache have changed."""
+    encoded = []
+    monkeypatch.setattr(messages, "encode", lambda *values: encoded.append(values[4]) or encode(*values))
+    talk = [*small_talk(5), [user("w1"), assistant("w2 <end> w3")]]
+    config = make(talk)
+    first, second = load_data(config), load_data(config)
+    assert encoded == ["validation", "training"]
+    assert (second.fingerprint(), second.skipped) == (first.fingerprint(), {"with a special token in a message": 1})
+    (cached,) = (tmp_path / "cache" / "tokenised").glob("*.npz")
+    cached.write_bytes(b"PK")
+    assert load_data(config).fingerprint() == first.fingerprint()
+    other = chat_tokenizer()
+    other.chat_template = other.chat_template.replace("<end>", "<end> <end>")
+    other.save_pretrained(tmp_path / "other")
+    for change in ({"sequence_length": 63}, {"val_size": 2}, {"tokenizer": str(tmp_path / "other")}):
+        load_data(dataclasses.replace(config, **change))
+    make(talk[1:])  # writes other files
+    assert len(load_data(config).train) == len(first.train) - 1
+    assert encoded == ["validation", "training"] * 6
 
 
 def test_a_tokenizer_without_a_chat_template_is_refused(make, tmp_path):
