@@ -17,7 +17,7 @@ import torch
 
 from algorithms.nodes.distribution import distribute_nodes
 from algorithms.nodes.policies import MERGE_POLICIES, Merge
-from algorithms.nodes.traffic import Exchange, merge_exchange, redistribution_exchange, synchronisation_exchange
+from algorithms.nodes.traffic import Exchange, simultaneous, synchronisation_exchange
 from algorithms.schedule.controller import RoundPlan
 from algorithms.schedule.limits import RoundSchedule, RunCounters
 from fabrics.data.examples import TaskData
@@ -253,14 +253,15 @@ class Cluster:
         return distribute_nodes(requests, nodes, present, smallest_worker_batch)
 
     def _assign(self, nodes_of: Mapping[int, Sequence[int]]) -> None:
-        new_nodes = 0
-        sent = 0
-        for number, nodes in nodes_of.items():
-            trainer = self.trainers[number]
-            new_nodes += len(set(nodes) - {node.id for node in trainer.nodes})
-            sent += trainer.assign_nodes(tuple(self.nodes[node] for node in nodes))
-        self.counters.bytes_redistributed += sent
-        self.scheduler.count_link_seconds(self.counters, redistribution_exchange(new_nodes, sent))
+        exchange = simultaneous(
+            [
+                self.trainers[number].assign_nodes(tuple(self.nodes[node] for node in nodes))
+                for number, nodes in nodes_of.items()
+            ]
+        )
+        self.counters.bytes_redistributed += exchange.sent
+        self.counters.link_bytes_redistributed += exchange.link
+        self.scheduler.count_link_seconds(self.counters, exchange)
 
     def _split_work(self) -> dict[int, WorkSplit]:
         return {trainer.id: trainer.split_work() for trainer in self.trainers.values()}
@@ -340,10 +341,10 @@ class Cluster:
             raise TrainingError(f"merging_policy: {policy} {problem}")
         others = [self.trainers.pop(number) for number in merge.weights if number != merge.representative]
         representative = self.trainers[merge.representative]
-        sent = representative.absorb(others, merge.weights)
-        self.counters.bytes_merged += sent
-        self.counters.communications += 1
-        exchange = merge_exchange(len(others), len(representative.nodes), sent)
+        exchange = representative.absorb(others, merge.weights)
+        self.counters.bytes_merged += exchange.sent
+        self.counters.link_bytes_merged += exchange.link
+        self.counters.communications += exchange.communications
         self.scheduler.count_link_seconds(self.counters, exchange)
         self.scheduler.count_merge(self.counters, exchange)
         self.merges += 1

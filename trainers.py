@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from algorithms.nodes.traffic import Event
+from algorithms.nodes.traffic import Event, Exchange
 from algorithms.schedule.limits import RoundSchedule
 from fabrics.data.examples import Examples, TaskData
 from fabrics.data.sampler import DataCursor
@@ -107,8 +107,8 @@ class Trainer:
 
     # A round
 
-    def assign_nodes(self, nodes: tuple[Node, ...]) -> int:
-        """Let these nodes work for the trainer from now on, and return the bytes that arrive at them."""
+    def assign_nodes(self, nodes: tuple[Node, ...]) -> Exchange:
+        """Let these nodes work for the trainer from now on, and return what is sent for it."""
         return self.worker_group.assign(nodes, self._participants(len(nodes)))
 
     def split_work(self) -> WorkSplit:
@@ -245,17 +245,17 @@ class Trainer:
 
     # Merging and state
 
-    def absorb(self, others: list["Trainer"], weights: Mapping[int, float]) -> int:
-        """Merge other trainers into this one, the representative, and return the bytes that arrive at nodes.
+    def absorb(self, others: list["Trainer"], weights: Mapping[int, float]) -> Exchange:
+        """Merge other trainers into this one, the representative, and return what is sent for it.
 
         Parameters and outer momentum become averages with these weights, which sum to 1; data subsets are united. The
         requested batch, statistics and workers stay the representative's (AdLoCo, section 3, step 7). The others'
         optimizer states and counters end.
         """
         groups = [other.worker_group for other in others]
-        sent = self.worker_group.absorb(groups, [weights[trainer.id] for trainer in (self, *others)])
+        exchange = self.worker_group.absorb(groups, [weights[trainer.id] for trainer in (self, *others)])
         self.cursor.unite([other.cursor for other in others])
-        return sent
+        return exchange
 
     def state_dict(self) -> dict:
         """Return the plain values on which the trainer's future depends; its tensors are in `tensors`."""

@@ -85,6 +85,20 @@ class Exchange:
     sent: float = 0
     link: float = 0.0
 
+    def __add__(self, later: "Exchange") -> "Exchange":
+        """Return both, one after the other."""
+        return Exchange(self.communications + later.communications, self.sent + later.sent, self.link + later.link)
+
+
+def simultaneous(exchanges: Iterable[Exchange]) -> Exchange:
+    """Return exchanges of different nodes at the same time as one."""
+    exchanges = list(exchanges)
+    return Exchange(
+        communications=sum(exchange.communications for exchange in exchanges),
+        sent=sum(exchange.sent for exchange in exchanges),
+        link=max((exchange.link for exchange in exchanges), default=0.0),
+    )
+
 
 _LINK = re.compile(
     r"((?P<rate>\d+(\.\d+)?)(?P<prefix>[kMGT]?)(?P<unit>[bB])/s)?((^|,)(?P<latency>\d+(\.\d+)?)(?P<time>s|ms|us))?"
@@ -143,14 +157,14 @@ def synchronisation_exchange(trainers: Iterable[tuple[int, float]], recipients: 
 
     recipients: see `busiest_share`.
     """
-    communications = 0
-    total = 0
-    link = 0.0
-    for workers, sent in trainers:
-        communications += int(workers > 1)
-        total += sent
-        link = max(link, sent * busiest_share(workers, recipients))
-    return Exchange(communications, total, link)
+    return simultaneous(
+        Exchange(int(workers > 1), sent, sent * busiest_share(workers, recipients)) for workers, sent in trainers
+    )
+
+
+def settling_exchange(workers: int, sent: float) -> Exchange:
+    """What a trainer's workers have not sent yet, before a merge or before workers leave: a mean over a ring."""
+    return Exchange(0, sent, sent / max(workers, 1))
 
 
 def merge_exchange(others: int, nodes: int, sent: float) -> Exchange:
@@ -159,7 +173,7 @@ def merge_exchange(others: int, nodes: int, sent: float) -> Exchange:
 
 
 def redistribution_exchange(nodes: int, sent: float) -> Exchange:
-    """The state of `nodes` nodes that are new to a trainer, sent simultaneously."""
+    """The state that `nodes` nodes of a trainer receive at the same time, most often as they are new to it."""
     return Exchange(0, sent, sent / max(nodes, 1))
 
 
@@ -223,8 +237,8 @@ def rounds_ahead(
         representative, *others = list(nodes_of)[:merge_count]
         own = nodes_of[representative]
         sent = merge_bytes(own, [nodes_of[other] for other in others], sizes.merge)
-        sent += sum(map(sizes.settling, workers[:merge_count]))
-        exchanges.append(merge_exchange(len(others), len(own), sent))
+        settling = simultaneous(settling_exchange(count, sizes.settling(count)) for count in workers[:merge_count])
+        exchanges.append(settling + merge_exchange(len(others), len(own), sent))
         yield tuple(nodes_of.values()), exchanges
         before = {trainer: nodes for trainer, nodes in nodes_of.items() if trainer not in others}
         nodes_of = distribution(before, before)

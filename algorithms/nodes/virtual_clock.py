@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from algorithms.nodes.traffic import Event, Exchange, Link, busiest_share, redistribution_exchange
+from algorithms.nodes.traffic import Event, Link, busiest_share
 
 
 def joined(events: Iterable[Event]) -> list[Event]:
@@ -237,7 +237,7 @@ class RunClock:
         self._speeds = speeds
         self.clocks = Clocks(link, nodes)
         self._nodes: dict[int, list[int]] = {}  # of each trainer in the last round
-        self._redistributed_bytes = 0  # in all
+        self._redistributed = 0.0  # bytes through the busiest link, in all
         self._computing: Mapping[int, Mapping[int, Computing]] = {}
         self._idle: set[int] = set()
         self._before = 0.0  # seconds on the clocks of other nodes, with which the run began
@@ -247,24 +247,23 @@ class RunClock:
         """Seconds until the last node is ready."""
         return self._before + self.clocks.elapsed
 
-    def begin_round(self, computing: Mapping[int, Mapping[int, Computing]], redistributed_bytes: int) -> None:
+    def begin_round(self, computing: Mapping[int, Mapping[int, Computing]], redistributed: float) -> None:
         """Begin a round and move nodes between trainers.
 
         Args:
             computing: the work of each trainer's workers.
-            redistributed_bytes: since the start of the run.
+            redistributed: bytes through the busiest node's link in redistributions since the start of the run.
         """
         nodes = {trainer: [work.node for work in workers.values()] for trainer, workers in computing.items()}
         self._computing = computing
         self._idle = set(range(len(self.clocks.spent))) - {node for own in nodes.values() for node in own}
-        moved = redistributed_bytes - self._redistributed_bytes
+        moved = redistributed - self._redistributed
         if moved:
-            came = sum(len({*own} - {*self._nodes.get(trainer, own)}) for trainer, own in nodes.items())
-            self.clocks.exchange_all(redistribution_exchange(came, moved).link, self._idle)
+            self.clocks.exchange_all(moved, self._idle)
         for trainer, own in nodes.items():
             if {*self._nodes.get(trainer, own)} - {*own}:  # after workers have left, the others start together
                 self.clocks.receive(trainer, own)
-        self._redistributed_bytes = redistributed_bytes
+        self._redistributed = redistributed
         self._nodes = nodes
 
     def run(self, trainer: int, inner_steps: int, events: Iterable[Event]) -> None:
@@ -283,9 +282,9 @@ class RunClock:
         if len(self._nodes) > 1:
             self.clocks.barrier()
 
-    def merge(self, exchange: Exchange) -> None:
-        """Let all nodes wait for a merge."""
-        self.clocks.exchange_all(exchange.link, self._idle)
+    def merge(self, link_bytes: float) -> None:
+        """Let all nodes wait for a merge; link_bytes: through the busiest node's link."""
+        self.clocks.exchange_all(link_bytes, self._idle)
 
     def state_dict(self) -> dict:
         return {
@@ -293,12 +292,12 @@ class RunClock:
             "elapsed": self.elapsed,
             "clocks": self.clocks.state_dict(),
             "nodes": list(self._nodes.items()),
-            "redistributed_bytes": self._redistributed_bytes,
+            "redistributed": self._redistributed,
         }
 
     def load_state_dict(self, state: Mapping) -> None:
         """Restore the clocks; those of another number of nodes end, and new ones begin at that time."""
-        self._redistributed_bytes = state["redistributed_bytes"]
+        self._redistributed = state["redistributed"]
         if len(state["clocks"]["ready"]) != len(self.clocks.spent):
             self._before = state["elapsed"]
             return

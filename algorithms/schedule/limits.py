@@ -22,6 +22,8 @@ class RunCounters:
         bytes_synchronised: of the workers of trainers.
         bytes_merged: of merges.
         bytes_redistributed: of state that moves with nodes.
+        link_bytes_merged: of merges, through the busiest node's link.
+        link_bytes_redistributed: of state that moves with nodes, likewise.
         left_out: workers whose updates were left out of a mean.
         lost_messages: workers whose messages were lost.
         training_seconds: measured.
@@ -39,6 +41,8 @@ class RunCounters:
     bytes_synchronised: int = 0
     bytes_merged: int = 0
     bytes_redistributed: int = 0
+    link_bytes_merged: float = 0.0
+    link_bytes_redistributed: float = 0.0
     left_out: int = 0
     lost_messages: int = 0
     rounds_alone: int = 0
@@ -53,7 +57,7 @@ class RunCounters:
     def bytes_communicated(self) -> int:
         return self.bytes_synchronised + self.bytes_merged + self.bytes_redistributed
 
-    def usage(self) -> dict[str, int]:
+    def usage(self) -> dict[str, float]:
         """Return examples, tokens and communications so far, as round log and summary name them."""
         return {
             "examples": self.examples,
@@ -63,6 +67,8 @@ class RunCounters:
             "bytes_synchronised": self.bytes_synchronised,
             "bytes_merged": self.bytes_merged,
             "bytes_redistributed": self.bytes_redistributed,
+            "link_bytes_merged": self.link_bytes_merged,
+            "link_bytes_redistributed": self.link_bytes_redistributed,
         }
 
     @property

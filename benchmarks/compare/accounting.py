@@ -14,7 +14,7 @@ import torch
 from pydantic import ConfigDict, NonNegativeFloat, PositiveFloat
 from pydantic.dataclasses import dataclass as checked_dataclass
 
-from algorithms.nodes.traffic import Link, merge_exchange
+from algorithms.nodes.traffic import Link
 from algorithms.nodes.virtual_clock import Computing, RunClock
 from algorithms.synchronisation.encodings import PLAIN
 from training_logs.showing.run_data import RunData
@@ -80,7 +80,7 @@ def simulated_seconds(run: RunData, hardware: Hardware, network: Network) -> lis
     """Return the seconds from the start to the arrival of the messages of each round."""
     nodes = run.config["nodes_per_gpu"] * len(run.summary["devices"])
     clock = RunClock(nodes, None, Link(network.bits_per_second, network.latency))
-    merged_bytes = 0.0
+    merged = 0.0
     found = []
     for step, rows in run.by_round.items():
         computing = {}
@@ -91,15 +91,13 @@ def simulated_seconds(run: RunData, hardware: Hardware, network: Network) -> lis
                 int(worker["worker"]): Computing(int(worker["node"]), 0, _seconds(run, row, worker, hardware))
                 for worker in workers
             }
-        clock.begin_round(computing, float(rows[0]["bytes_redistributed"]))
+        clock.begin_round(computing, float(rows[0]["link_bytes_redistributed"]))
         for row in rows:
             trainer = int(row["trainer_id"])
             clock.run(trainer, int(row["inner_steps"]), run.exchanges.get((step, trainer), ()))
         clock.end_round()
         if step in run.merges:
-            merge = run.merges[step]
-            merged = float(rows[0]["bytes_merged"]) - merged_bytes
-            clock.merge(merge_exchange(len(merge.weights) - 1, len(computing[merge.representative]), merged))
-        merged_bytes = float(rows[0]["bytes_merged"])
+            clock.merge(float(rows[0]["link_bytes_merged"]) - merged)
+        merged = float(rows[0]["link_bytes_merged"])
         found.append(clock.elapsed)
     return found

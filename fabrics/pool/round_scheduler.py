@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING
 
-from algorithms.nodes.traffic import Event, Exchange, redistribution_exchange, rounds_ahead
+from algorithms.nodes.traffic import Event, Exchange, redistribution_exchange, rounds_ahead, settling_exchange
 from algorithms.nodes.virtual_clock import Computing, RunClock
 from algorithms.schedule.budget import (
     LONGEST_ROUND,
@@ -87,7 +87,7 @@ class RoundScheduler:
         """Advance the virtual clock of a run that has one by a round."""
         if self.clock is not None:
             computing = {report.trainer: report.computing for report in reports}
-            self.clock.begin_round(computing, counters.bytes_redistributed)
+            self.clock.begin_round(computing, counters.link_bytes_redistributed)
             for report in reports:
                 self.clock.run(report.trainer, report.inner_steps, report.events)
             self.clock.end_round()
@@ -96,7 +96,7 @@ class RoundScheduler:
     def count_merge(self, counters: RunCounters, exchange: Exchange) -> None:
         """Advance the virtual clock of a run that has one by a merge."""
         if self.clock is not None:
-            self.clock.merge(exchange)
+            self.clock.merge(exchange.link)
             counters.simulated_seconds = self.clock.elapsed
 
     def _simulated_seconds(
@@ -110,7 +110,7 @@ class RoundScheduler:
             computing[trainer.id] = {
                 worker: Computing(trainer.nodes[worker].id, examples[worker]) for worker in split.participants
             }
-        clock.begin_round(computing, counters.bytes_redistributed)
+        clock.begin_round(computing, counters.link_bytes_redistributed)
         for trainer, split in zip(trainers, splits, strict=True):
             clock.run(trainer.id, steps, self._expected_events(trainer, split, counters, steps))
         clock.end_round()
@@ -211,8 +211,8 @@ class RoundScheduler:
         progress = counters.examples / (counters.examples + examples_left)
         joining = self._joining_workers(trainers, nodes, working, progress)
         if joining:
-            sent = joining * sizes.joining + sizes.settling(working)
-            reserve = self._budget.cost(redistribution_exchange(joining, sent))
+            settling = settling_exchange(working, sizes.settling(working))
+            reserve = self._budget.cost(settling + redistribution_exchange(joining, joining * sizes.joining))
             # Without rounds no batch would grow, and no worker would join.
             rounds, _ = affordable(used + min(reserve, max(0.0, self._budget.amount - used) / 2))
         return Remaining(counters.outer_steps, rounds, counters.examples, examples_left)

@@ -10,7 +10,16 @@ import torch
 
 from algorithms.nodes.balance import in_steps
 from algorithms.nodes.distribution import HandOver, StateBytes, hand_overs
-from algorithms.nodes.traffic import Event, merge_bytes, redistribution_bytes
+from algorithms.nodes.traffic import (
+    Event,
+    Exchange,
+    merge_bytes,
+    merge_exchange,
+    redistribution_bytes,
+    redistribution_exchange,
+    settling_exchange,
+    simultaneous,
+)
 from algorithms.synchronisation.encodings import BFLOAT16, COMMUNICATION_DTYPES, PLAIN, Encoding
 from algorithms.synchronisation.group import Clock, Group, Outer
 from fabrics.training.flat_model import FlatModel
@@ -105,8 +114,8 @@ class WorkerGroup:
 
     # Nodes
 
-    def assign(self, nodes: tuple[Node, ...], participants: Collection[int]) -> int:
-        """Let these nodes work from now on, and return the bytes that arrive at them.
+    def assign(self, nodes: tuple[Node, ...], participants: Collection[int]) -> Exchange:
+        """Let these nodes work from now on, and return what is sent for it.
 
         Workers keep their state as far as there are nodes for them, wherever those are. A new worker, and one whose
         state is lost, begins with the optimizer state of the first healthy worker. Surplus workers end, the last ones
@@ -116,18 +125,20 @@ class WorkerGroup:
         """
         before = [node.id for node in self.nodes]
         after = [node.id for node in nodes]
+        settling = Exchange()
         sent = 0
         if self.to_restart or (before and len(before) != len(after)):  # new workers start from the trainer's parameters
-            sent += self._settle(some_end=len(after) < len(before))
+            settling = self._settle(some_end=len(after) < len(before))
         if self.to_restart or before != after:
-            sent += self._move_workers(before, after, nodes)
+            sent = self._move_workers(before, after, nodes)
         self.nodes = nodes
         self.to_restart = frozenset()
         for index, worker in self.local.items():
             worker.node = nodes[index]
         returning = self._resting & {after[worker] for worker in participants}
         self._resting -= returning
-        return sent + len(returning) * self.sizes.trainer
+        receiving = len(set(after) - set(before)) + len(returning)
+        return settling + redistribution_exchange(receiving, sent + len(returning) * self.sizes.trainer)
 
     def _move_workers(self, before: Sequence[int], after: Sequence[int], nodes: Sequence[Node]) -> int:
         if before:
@@ -266,8 +277,8 @@ class WorkerGroup:
     # What workers have learned and not sent yet
 
     @torch.no_grad()
-    def _settle(self, some_end: bool) -> int:
-        """Bring the trainer's parameters up to date with what workers have learned; return the bytes sent for it."""
+    def _settle(self, some_end: bool) -> Exchange:
+        """Bring the trainer's parameters up to date with what workers have learned; return what is sent for it."""
         sent = 0
         if self.method.capabilities.averages_copies:
             self.refresh()
@@ -276,7 +287,7 @@ class WorkerGroup:
         elif some_end:
             sent = self._send_the_rest()
         self._weights = []
-        return sent
+        return settling_exchange(len(self), sent)
 
     def _send_the_rest(self) -> int:
         working = [weight for weight in self._weights if weight]
@@ -315,14 +326,14 @@ class WorkerGroup:
             worker.load_state_dict({COPY: self.shared["parameters"]})
 
     @torch.no_grad()
-    def absorb(self, others: Sequence["WorkerGroup"], weights: Sequence[float]) -> int:
-        """Make this trainer's tensors the weighted average of its own and the others'; return the bytes sent.
+    def absorb(self, others: Sequence["WorkerGroup"], weights: Sequence[float]) -> Exchange:
+        """Make this trainer's tensors the weighted average of its own and the others'; return what is sent for it.
 
         The process of the first worker computes the averages of `merged_tensors` and sends them to the other workers.
 
         weights: of this trainer, then of the others; they sum to 1.
         """
-        sent = sum(group._settle(some_end=True) for group in (self, *others))
+        settling = simultaneous([group._settle(some_end=True) for group in (self, *others)])
         own_nodes, *other_nodes = ([node.id for node in group.nodes] for group in (self, *others))
         first = own_nodes[:1]
         if 0 in self.local:
@@ -336,7 +347,8 @@ class WorkerGroup:
         self._provide(self.shared, first, own_nodes, self.merged_tensors, overwrite=True)
         self._restart()
         self._resting = frozenset()
-        return sent + merge_bytes(own_nodes, other_nodes, len(self.merged_tensors) * self.parameter_bytes)
+        sent = merge_bytes(own_nodes, other_nodes, len(self.merged_tensors) * self.parameter_bytes)
+        return settling + merge_exchange(len(others), len(own_nodes), sent)
 
     # State
 

@@ -179,7 +179,7 @@ class SyntheticRunner:
         columns = "outer_step trainer_id nodes effective_batch micro_batch tokens inner_steps communications"
         row = dict(zip(columns.split(), (1, 0, 1, 8, 8, 80, 10, 0), strict=True))
         row |= {"bytes_communicated": 0, "gradient_sample_size": math.nan, "validation_metric": metric}
-        row |= {"bytes_merged": 0, "bytes_redistributed": 0}
+        row |= {"bytes_merged": 0, "link_bytes_merged": 0, "link_bytes_redistributed": 0}
         summary = {"metric": "perplexity", "metric_higher_is_better": False, "metric_decimals": 2, "outer_steps": 1}
         summary |= {"initial_metric": 300.0, "final_metric": metric, "parameters": 100, "devices": ["cpu"]}
         machine = {"cpu": "a CPU", "usable_cores": 2, "system": "Linux"}

@@ -174,6 +174,8 @@ def test_totals_are_the_sums_of_the_rounds(finished, rows, summary):
     # Parameters, velocity, two moments and a step count to every new node.
     new = sum(max(0, count - nodes.get((step - 1, trainer), count)) for (step, trainer), count in nodes.items())
     assert new > 0
+    grown = {step for (step, trainer), count in nodes.items() if count > nodes.get((step - 1, trainer), count)}
+    redistributions = len(grown)
     expected = {
         "bytes_synchronised": sum(
             2 * (count - 1) * (model_bytes + 4 * SKETCH_SIZE * (count >= MINIMUM_WORKERS)) for count in nodes.values()
@@ -182,8 +184,12 @@ def test_totals_are_the_sums_of_the_rounds(finished, rows, summary):
         "bytes_redistributed": new * (4 * model_bytes + 4),
     }
     expected["bytes_communicated"] = sum(expected.values())
+    # The first node of a merge's representative receives as much as it sends on, if there is another; new nodes receive
+    # their state side by side.
+    expected["link_bytes_merged"] = 2 * model_bytes * sum(1 + (count > 1) for count in merging)
+    expected["link_bytes_redistributed"] = (4 * model_bytes + 4) * redistributions
     for name, value in expected.items():
-        assert summary[name] == value == int(rows[-1][name])
+        assert summary[name] == value == float(rows[-1][name])
 
 
 def test_the_summary_tells_the_run(rows, summary):

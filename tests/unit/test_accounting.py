@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from algorithms.nodes.policies import Merge
-from algorithms.nodes.traffic import Event
+from algorithms.nodes.traffic import Event, merge_exchange, redistribution_exchange
 from benchmarks.compare.accounting import PROBED_PASS, Hardware, Network, simulated_seconds, usage
 from tests.support.runs import record_run, table_of
 from training_logs.showing.run_data import RunData, read_run
@@ -22,7 +22,7 @@ def row(step, trainer, nodes, batch, parts=1, sample=NOTHING, **totals):
         "outer_step": step, "trainer_id": trainer, "nodes": nodes, "effective_batch": batch, "inner_steps": 20,
         "accumulation_steps": parts, "micro_batch": math.ceil(batch / nodes / parts), "gradient_sample_size": sample,
         "seconds": 1.5, "tokens": 0, "communications": 0, "bytes_communicated": 0,
-        "bytes_merged": 0, "bytes_redistributed": 0,
+        "link_bytes_merged": 0, "link_bytes_redistributed": 0,
     } | totals  # fmt: skip
 
 
@@ -82,15 +82,15 @@ def test_simulated_time_of_trainers_side_by_side_and_in_turn():
 
 def test_simulated_time_of_merging_and_of_nodes_that_come_to_a_trainer():
     def rounds(step, *trainers, merged, redistributed):
-        kinds = {"bytes_merged": merged, "bytes_redistributed": redistributed}
+        kinds = {"link_bytes_merged": merged, "link_bytes_redistributed": redistributed}
         return [row(step, trainer, nodes, 10 * nodes) | kinds for trainer, nodes in trainers]
 
     # 8,000 bytes of parameters and velocity of two others come to one of two nodes, which sends them on to the other.
     merge = {1: Merge(0, {0: 0.5, 1: 0.25, 2: 0.25})}
     # After that, the trainer's two new nodes get 16,004 bytes each, side by side.
     run = made_run(
-        rounds(1, (0, 2), (1, 1), (2, 1), merged=3 * 8_000, redistributed=0)
-        + rounds(2, (0, 4), merged=3 * 8_000, redistributed=2 * 16_004),
+        rounds(1, (0, 2), (1, 1), (2, 1), merged=merge_exchange(2, 2, 3 * 8_000).link, redistributed=0)
+        + rounds(2, (0, 4), merged=24_000, redistributed=redistribution_exchange(2, 2 * 16_004).link),
         merge,
     )
     first = 20 * 0.02 + (0.5 + 8 * 4_000 / 8_000) + (0.5 + 8 * 3 * 8_000 / 8_000)
@@ -100,7 +100,7 @@ def test_simulated_time_of_merging_and_of_nodes_that_come_to_a_trainer():
 
 def test_nodes_that_replace_others_receive_their_state_side_by_side():
     """Two of four nodes take part; those of the second round have rested."""
-    rows = [row(1, 0, 2, 20), row(2, 0, 2, 20, bytes_redistributed=2 * 8_000)]
+    rows = [row(1, 0, 2, 20), row(2, 0, 2, 20, link_bytes_redistributed=8_000)]
     workers = worker_rows(rows, 4)
     for worker in workers[2:]:
         worker["node"] += 2

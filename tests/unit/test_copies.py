@@ -59,6 +59,26 @@ def test_looking_at_a_run_neither_counts_nor_changes_it():
     assert found[0][1] == found[1][1]
 
 
+@pytest.mark.parametrize("method", ["SparseLoCo", "EagerDiLoCo"])
+def test_workers_settle_over_a_ring(method):
+    """Two rings of four before a merge, and a ring of eight before four workers leave."""
+    values = {"distributed_algo": method, "nodes_per_gpu": 8, "sampling_method": "none", "INITIAL_BATCH_SIZE": 8}
+    cluster = light_cluster(number_of_initial_trainers=2, merge_frequency=1, merge_count=2, **values)
+    rounds(cluster, 1)
+    group = cluster.trainers[0].worker_group
+    model = group.parameter_bytes
+    merged = len(group.merged_tensors) * model
+    assert cluster.counters.link_bytes_merged == 2 * 3 / 4 * model + 2 * merged
+    assert cluster.counters.bytes_merged == 2 * (2 * 3 * model) + 4 * merged
+
+    schedule = [[0.0, 8], [0.5, 4]]
+    cluster = light_cluster(number_of_initial_trainers=1, node_schedule=schedule, number_of_outer_steps=2, **values)
+    rounds(cluster, 2)
+    assert len(cluster.trainers[0].nodes) == 4
+    assert cluster.counters.bytes_redistributed == 2 * 7 * model
+    assert cluster.counters.link_bytes_redistributed == 2 * 7 / 8 * model
+
+
 def test_what_workers_learned_that_a_resumed_run_has_no_more_stays_in_the_mean():
     first = cluster_of()
     rounds(first, 2)

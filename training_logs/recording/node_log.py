@@ -58,7 +58,8 @@ class NodeLog:
         clock = self._clock_of(nodes)
         marks = [self._mark(node) for node in range(nodes)]
         reports = result.reports.values()
-        clock.begin_round({report.trainer: report.computing for report in reports}, result.counters.bytes_redistributed)
+        computing = {report.trainer: report.computing for report in reports}
+        clock.begin_round(computing, result.counters.link_bytes_redistributed)
         rows = []
         # By node: its last row of the round, and where it begins.
         last: dict[int, tuple[dict, Mark]] = {}
@@ -73,7 +74,7 @@ class NodeLog:
                 last[worker.node] = (row, begin)
         clock.end_round()
         if result.merge is not None:
-            clock.merge(result.merge_exchange)
+            clock.merge(result.merge_exchange.link)
         for node, (row, begin) in last.items():  # with its wait for the other trainers, and the merge
             row |= _times(begin, self._mark(node))
         self.csv.append(rows)
