@@ -144,7 +144,8 @@ def test_joining_workers_have_the_shared_parameters_and_their_bytes_are_counted(
     step_count = 4 if trainer.local_workers[0].moments.keys() >= {"step"} else 0
     moments = len(trainer.local_workers[0].moments.keys() - {"step"}) * model + step_count
     shared = sum(model if len(tensor.shape) else 4 for tensor in trainer.shared.values())
-    assert arrived == refreshed + 2 * (shared + moments)
+    assert arrived.sent == refreshed + 2 * (shared + moments)
+    assert arrived.link == refreshed / 2 + shared + moments
     train(trainer, 1, matrix.INNER_STEPS)
     trainer.assign_nodes(nodes(1))
     train(trainer, 1, matrix.INNER_STEPS)
@@ -154,8 +155,8 @@ def test_joining_workers_have_the_shared_parameters_and_their_bytes_are_counted(
 # What holds for every method
 
 
-def settle(trainer: Trainer) -> int:
-    return trainer.worker_group._settle(some_end=True)
+def settle(trainer: Trainer) -> float:
+    return trainer.worker_group._settle(some_end=True).sent
 
 
 @every_method

@@ -229,7 +229,7 @@ def run(config: Config, processes=None, recorder: Following | None = None, resum
         "requests": [report.requested_batch for report in reports],
         "workers": [len(report.workers) for report in reports],
         "moved": cluster.counters.bytes_merged + cluster.counters.bytes_redistributed,
-        "refreshed": sum(refreshed),
+        "refreshed": sum(exchange.sent for exchange in refreshed),
         "left_out": cluster.counters.left_out,
     }
 
