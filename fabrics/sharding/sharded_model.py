@@ -34,15 +34,20 @@ T = TypeVar("T")
 # Division of a model over the devices of a node: layers that are gathered one by one, and rows of tensors
 
 
-def layers_of(module: nn.Module) -> list[nn.Module]:
-    """Return the modules in a model's outermost lists, except those without submodules."""
+def layers_of(module: nn.Module, in_list: bool = False) -> list[nn.Module]:
+    """Return the modules in a model's outermost lists, once each, except those without submodules.
+
+    A container in a list, which has no forward of its own, stands for its entries. in_list: the module is one.
+    """
     found: list[nn.Module] = []
     for child in module.children():
-        if isinstance(child, nn.ModuleList):
-            found += [layer for layer in child if next(layer.children(), None) is not None]
-        else:
+        if isinstance(child, nn.ModuleList | nn.ModuleDict):
+            found += layers_of(child, in_list or isinstance(child, nn.ModuleList))
+        elif not in_list:
             found += layers_of(child)
-    return found
+        elif next(child.children(), None) is not None:
+            found.append(child)
+    return list(dict.fromkeys(found))
 
 
 def sharded_layers(module: nn.Module) -> list[nn.Module]:

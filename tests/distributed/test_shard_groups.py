@@ -285,6 +285,11 @@ def test_the_layers_of_a_model_are_in_its_lists():
     assert layers_of(bert) == list(bert.bert.encoder.layer)
     nested = nn.ModuleList([nn.Sequential(nn.ModuleList([nn.Sequential(nn.Linear(2, 2))])), nn.Linear(2, 2)])
     assert layers_of(nn.Sequential(nested)) == [nested[0]]  # a single layer of the list belongs to the root
+    # A layer that is used twice is one layer, and a container in a list is none.
+    first, second = (nn.Sequential(nn.Linear(2, 2)) for _ in range(2))
+    pair = nn.ModuleDict({"block": second, "norm": nn.LayerNorm(2)})
+    model = nn.Sequential(nn.ModuleList([first, first]), nn.ModuleList([nn.ModuleList([first, nn.Linear(2, 2)]), pair]))
+    assert layers_of(model) == sharded_layers(model) == [first, second]
 
 
 @pytest.mark.parametrize(
