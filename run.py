@@ -192,6 +192,7 @@ def main(arguments: list[str] | None = None) -> int:
     if is_main() and not (options.plan or options.list):
         with contextlib.suppress(OSError):  # a full disk under standard output does not end a run
             print("AdLoCo: loading PyTorch ...", flush=True)
+    from utils.config.resume import folder_to_resume
     from utils.config.schema import ConfigError
     from utils.distributed.peers import PeerLostError
 
@@ -206,8 +207,10 @@ def main(arguments: list[str] | None = None) -> int:
         others = contextlib.nullcontext()
         if not started_by_others():
             config = given_config(options.config)
-            if options.resume not in (None, "auto"):
-                config = Path(options.resume, "config.yaml")
+            with contextlib.suppress(ConfigError):  # reported when all processes read it
+                resumed = folder_to_resume(options.resume, options.config, options.overrides)
+                if resumed and options.config is None:
+                    config = Path(resumed, "config.yaml")
             program = ["-m", f"{__package__}.run"] if __package__ else [__file__]  # installed, or a checkout
             others = start_processes(Path(config), options.overrides, [*program, *arguments])
         with others as launch:

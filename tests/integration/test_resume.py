@@ -2,6 +2,7 @@
 
 import dataclasses
 import errno
+import os
 import random
 import re
 import shlex
@@ -16,10 +17,10 @@ import pytest
 import run as program
 from fabrics.config_checks import CHECKS
 from tests.support import killed_in_round
-from tests.support.helpers import warnings_of
+from tests.support.helpers import make_config, warnings_of
 from tests.support.programs import LIMIT_SECONDS
 from tests.support.runs import assert_same_run, error_lines, report, rows_of, summary, write_config
-from training_logs.recording.run_folder import lock_run
+from training_logs.recording.run_folder import lock_run, make_run_folder
 from utils.config.reading import parse_config
 from utils.config.resume import resumed_config, training_changes
 from utils.config.schema import ConfigError
@@ -119,8 +120,10 @@ def test_force_allows_changes_and_the_summary_records_them(stopped):
 
 
 def test_a_folder_without_a_run_or_a_checkpoint_is_refused(whole, tmp_path, capsys):
+    (tmp_path / "link").symlink_to(whole)  # which only a run's folder must not have
     assert program.main(["--resume", str(tmp_path)]) == 2
     assert f"error: --resume: {tmp_path} is not a run folder: it has no config.yaml" in capsys.readouterr().err
+    (tmp_path / "link").unlink()
     shutil.copy(whole / "config.yaml", tmp_path)
     assert program.main(["--resume", str(tmp_path)]) == 2
     assert "no checkpoint in" in capsys.readouterr().err
@@ -154,8 +157,11 @@ def test_a_process_that_is_about_to_end_is_waited_for(tmp_path, monkeypatch):
     holder.start()
     holding.wait(LIMIT_SECONDS)
     monkeypatch.setattr("training_logs.recording.run_folder.logger", SimpleNamespace(info=lambda *words: waiting.set()))
-    with lock_run(tmp_path, patience=LIMIT_SECONDS), pytest.raises(ConfigError, match="another process"):
-        lock_run(tmp_path)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a restart by torchrun")
+    with lock_run(tmp_path):
+        monkeypatch.delenv("TORCHELASTIC_RUN_ID")
+        with pytest.raises(ConfigError, match="another process"):
+            lock_run(tmp_path)
     assert waiting.is_set()
     holder.join()
 
@@ -198,6 +204,40 @@ def test_resume_auto_begins_a_run_and_then_continues_it(tmp_path, cache_dir, cap
     assert program.main(arguments) == 0
     assert summary(folder)["outer_steps"] == 1
     assert summary(tmp_path / "logs" / "a mine_2")["outer_steps"] == 3
+
+
+def test_resume_auto_sets_no_run_aside_that_has_made_a_checkpoint_since_it_was_started(tmp_path):
+    config = make_config(log_dir=str(tmp_path), run_name="mine")
+    (make_run_folder(config, "text") / "checkpoints" / "round_00001").mkdir(parents=True)
+    with pytest.raises(ConfigError, match=r"^run_name: .*mine has a checkpoint since this run was started"):
+        make_run_folder(config, "text")
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+
+
+def test_resume_auto_starts_as_many_processes_as_the_run_has_nodes_for(stopped, monkeypatch, tmp_path):
+    """Without --config, the run's own configuration counts, not config.yaml."""
+    started = []
+    monkeypatch.setattr(program, "start_processes", lambda config, *more: started.append(config) or pytest.fail("on"))
+    with pytest.raises(pytest.fail.Exception):
+        program.main(["--resume", "auto", f"log_dir={stopped.parent}", f"run_name={stopped.name}"])
+    with pytest.raises(pytest.fail.Exception):
+        program.main(["--resume", "auto", f"log_dir={stopped.parent}", "run_name=new"])
+    assert started == [stopped / "config.yaml", Path("config.yaml")]
+
+
+def test_a_folder_that_a_dying_process_removes_does_not_stop_a_resume(stopped, monkeypatch):
+    leaving = stopped / "checkpoints" / ".round_00009.new"
+    leaving.mkdir()
+    scandir = os.scandir
+
+    def scan(path):
+        if Path(path) == leaving:
+            leaving.rmdir()
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", scan)
+    resumed_config(stopped, (), force=False, checks=CHECKS)
+    assert not leaving.exists()
 
 
 @pytest.mark.parametrize("name", ["mine/notes.txt", "mine"])

@@ -3,6 +3,8 @@
 import json
 import os
 import shutil
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -132,5 +134,12 @@ def test_every_resume_adds_its_own(tmp_path):
     assert (tmp_path / "changes.patch").read_bytes() == b"first"
     assert (tmp_path / "changes_3.patch").read_bytes() == b"third"
     # Where the summary is lost, the checkpoint still knows.
-    (tmp_path / "summary.json").write_text("{")
-    assert len(entered(tmp_path, Code("c2", False), 5, state=entries).entries) == 4
+    for damaged in ("{", '{"invocations": [1, 2, 3, 4, 5]}', '{"invocations": [{}, {}, {}, {}, {"plugins": 1}]}'):
+        (tmp_path / "summary.json").write_text(damaged)
+        assert len(entered(tmp_path, Code("c2", False), 5, state=entries).entries) == 4
+
+
+def test_a_command_with_a_name_that_is_not_utf8_can_be_written(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["run.py", "--config", "b\udce9.yaml"])
+    origin = Origin.of_this_program(time.perf_counter(), Code(None, False), [machine(CPU)])
+    assert origin.command.encode().endswith(b"run.py --config 'b\\udce9.yaml'")

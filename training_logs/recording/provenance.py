@@ -123,6 +123,7 @@ class Origin:
         ago = datetime.timedelta(seconds=time.perf_counter() - started)
         when = (datetime.datetime.now().astimezone() - ago).isoformat(timespec="seconds")
         command = shlex.join([Path(sys.executable).name, *sys.argv])
+        command = command.encode("utf-8", "backslashreplace").decode()  # file names may be bytes that are not UTF-8
         return cls(command, when, code, machines(processes), plugins)
 
 
@@ -143,7 +144,7 @@ class Invocations:
         """Return one line for each plugin that differs from the last invocation's; call it before `begin`."""
         if not self.entries:
             return []
-        before = {Path(entry["path"]).name: entry["sha256"] for entry in self.entries[-1]["plugins"]}
+        before = _plugins_of(self.entries[-1])
         now = {plugin.name: plugin.sha256 for plugin in self._origin.plugins}
         return [
             f"plugins: {name} has changed since the run was last started: SHA-256 {_short(before.get(name))} then, "
@@ -183,7 +184,16 @@ def _short(sha256: str | None) -> str:
 
 
 def _read(summary: Path) -> list[dict]:
+    """Return the invocations in a summary; none if it is damaged."""
     try:
-        return list(json.loads(summary.read_text(encoding="utf-8"))["invocations"])
+        entries = list(json.loads(summary.read_text(encoding="utf-8"))["invocations"])
+        for entry in entries:
+            _plugins_of(entry)
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return []
+    return entries
+
+
+def _plugins_of(entry: dict) -> dict[str, str]:
+    """Return the SHA-256 of each plugin of an invocation, by file name."""
+    return {Path(plugin["path"]).name: str(plugin["sha256"]) for plugin in entry["plugins"]}

@@ -119,18 +119,17 @@ def check_logs(config: Config, anew: bool) -> None:
             raise ConfigError(f"run_name: {folder} is not the folder of a run; choose another name")
 
 
-def lock_run(folder: Path, patience: float = 0.0) -> contextlib.AbstractContextManager:
-    """Lock a run folder until the end of this context, or of this process.
+def lock_run(folder: Path) -> contextlib.AbstractContextManager:
+    """Lock a run folder until the end of this context, or of this process; under torchrun, wait a minute for the lock.
 
     On file systems without locks this does nothing.
-
-    Args:
-        patience: seconds to wait for a process that is about to end.
 
     Raises:
         ConfigError: another process is training this run.
     """
     lock = FileLock(folder / ".lock", fallback_to_soft=False)
+    # torchrun may start processes again before a machine has noticed that it has lost the others.
+    patience = 60.0 if "TORCHELASTIC_RUN_ID" in os.environ else 0.0
     try:
         with contextlib.suppress(Timeout):
             return lock.acquire(timeout=0.0)
@@ -145,10 +144,8 @@ def lock_run(folder: Path, patience: float = 0.0) -> contextlib.AbstractContextM
 
 def lock_run_in_main(processes: Processes, folder: str | Path | None) -> contextlib.AbstractContextManager:
     """Lock a run folder, if there is one, in the main process; ConfigError in all processes where it cannot."""
-    # torchrun may start processes again before a machine has noticed that it has lost the others.
-    patience = 60.0 if "TORCHELASTIC_RUN_ID" in os.environ else 0.0
     locks = folder is not None and processes.is_main
-    return done_by_all(processes, lambda: lock_run(Path(folder), patience) if locks else contextlib.nullcontext())
+    return done_by_all(processes, lambda: lock_run(Path(folder)) if locks else contextlib.nullcontext())
 
 
 def make_run_folder(config: Config, dataset: str) -> Path:
@@ -165,6 +162,8 @@ def make_run_folder(config: Config, dataset: str) -> Path:
     try:
         if config.run_name is not None and base.exists():
             with lock_run(base):  # a run that was started at the same time would go on in two folders
+                if has_checkpoint(base):
+                    raise ConfigError(f"run_name: {base} has a checkpoint since this run was started; start again")
                 base.rename(next(folder for folder in names if not folder.exists()))
         for folder in names:
             with contextlib.suppress(FileExistsError):

@@ -74,17 +74,18 @@ def resumed_config(
     given: the configuration that begins or continues the run (--resume auto); None: that of the run folder.
     """
     path = folder / "config.yaml"
-    own = os.path.realpath(folder)
-    for file in folder.rglob("*"):
-        # In a folder of somebody else's it could let the run write to any file of the user. W&B makes links within it.
-        if file.is_symlink() and not Path(os.path.realpath(file)).is_relative_to(own):
-            raise ConfigError(f"{file}: is a link to {file.readlink()}; a run continues files of its own only")
     if not folder.exists():
         raise ConfigError(
             f"--resume: {folder} does not exist; a run interrupted before training has left nothing: start it again"
         )
     if not path.exists():
         raise ConfigError(f"--resume: {folder} is not a run folder: it has no config.yaml")
+    own = os.path.realpath(folder)
+    for parent, folders, files in os.walk(folder):  # unlike rglob, it accepts that a dying process removes folders
+        for file in (Path(parent, name) for name in folders + files):
+            # In somebody else's folder a link could let the run write to any file. W&B makes links within it.
+            if file.is_symlink() and not Path(os.path.realpath(file)).is_relative_to(own):
+                raise ConfigError(f"{file}: is a link to {file.readlink()}; a run continues files of its own only")
     # Plugins that have moved are not where the run had them.
     plugins = [override for override in overrides if override.startswith("plugins=")]
     if not plugins:
