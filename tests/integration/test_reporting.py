@@ -126,6 +126,18 @@ def test_the_metric_after_a_merge_in_the_last_round_is_the_last_point(run):
     assert communications[-1] == run.by_round[last]["communications"][0] == communications[-2] + 1
     assert metrics[-1] == 1.5
     assert ended.best_metrics("tokens")[1].tolist() == [*run.best_metrics("tokens")[1][:-1], 1.5]
+    assert headline(ended)["perplexity, best in a round"] == headline(run)["perplexity, best in a round"] != "1.50"
+
+
+def test_a_run_that_has_evaluated_no_round_yet_has_a_report(tmp_path):
+    folder = record_run(tmp_path, plot_at_end=True, eval_every=99, number_of_outer_steps=1)
+    rounds = read_run(folder).rounds
+    rounds["validation_metric"] = math.nan
+    early = dataclasses.replace(with_summary(read_run(folder), final_metric=None), rounds=rounds)
+    plots.plot_run(early)
+    assert headline(early)["perplexity, best in a round"] == "-"
+    assert "<h2>Plots</h2>" in run_body(early)
+    assert "<h2>Plots</h2>" not in run_body(dataclasses.replace(early, rounds=rounds[:0]))
 
 
 def test_nodes_without_work_are_shown(run):

@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from training_logs.showing.plots import plots_of
 from training_logs.showing.run_data import RunData, RunFolderError, damage_reported
 from utils.config.schema import FIELDS, Config
@@ -149,8 +151,9 @@ def headline(run: RunData) -> dict[str, str]:
     """Return the main numbers of a run; "-" stands for numbers that only its end gives."""
     summary = run.summary
     name = run.metric.name
-    _, best_metrics = run.best_metrics("outer_step")
-    best = run.metric.best(best_metrics) if len(best_metrics) else None
+    metrics = run.rounds["validation_metric"] if len(run.rounds) else np.empty(0)
+    metrics = metrics[np.isfinite(metrics)]
+    best = run.metric.best(metrics) if len(metrics) else None
 
     def shown(value: float | None) -> str:
         return "-" if value is None else f"{value:,.{run.metric.decimals}f}"
@@ -202,6 +205,13 @@ def _warnings(run: RunData) -> str:
         times = f" ({number(warning['count'])} times)" if warning["count"] > 1 else ""
         items += f"<li>{html.escape(warning['message'] + times)}</li>"
     return f"<div class=warnings><b>Warnings</b><ul>{items}</ul></div>" if items else ""
+
+
+def _plots(run: RunData) -> str:
+    if not len(run.rounds):
+        return ""
+    pictures = "".join(picture(run.report_dir / name) for name in plots_of(run))
+    return f"<h2>Plots</h2><p class=dim>{_PLOTS}</p>{pictures}"
 
 
 def _merges(run: RunData) -> str:
@@ -268,9 +278,7 @@ def run_body(run: RunData) -> str:
         _error(run),
         _warnings(run),
         _cards(headline(run)),
-        "<h2>Plots</h2>",
-        f"<p class=dim>{_PLOTS}</p>",
-        *(picture(run.report_dir / name) for name in (plots_of(run) if len(run.rounds) else ())),
+        _plots(run),
         _merges(run),
         _rounds(run),
         _origin(run),

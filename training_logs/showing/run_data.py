@@ -119,7 +119,8 @@ class RunData:
 
         A round's metric is measured before its merge, so the merge is not counted yet. After a merge in the last round
         the final metric is one more point. Rounds with one worker do not communicate. Of several points with the same
-        value of the column, the last counts. Seconds are those after the start-ups.
+        value of the column, such as the tokens before and after that merge, the last counts. Seconds are those after
+        the start-ups.
         """
         bytes_before = 0.0
         spent_in_all = 0.0  # after the round's merge

@@ -57,7 +57,9 @@ def label_axes(axes: Axes, x: str, y_label: str, title: str) -> None:
 
 
 def decimal_logarithmic(axes: Axes) -> None:
-    """Make the y axis, on which all is drawn, logarithmic, with plain numbers: 300, not 3e2."""
+    """Make the y axis, on which all is drawn, logarithmic, with plain numbers: 300, not 3e2; nothing if it is empty."""
+    if not axes.dataLim.y1 > 0.0:
+        return
     axes.set_yscale("log")
     low, high = axes.get_ylim()
     # Six labels a decade would overlap on more than two decades.
