@@ -142,7 +142,6 @@ NOT_READ_WITH: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     "imdb_local_path": _REVIEWS,
     "data_shares": {"data_split": ("iid",), "data_split_over": ("trainers",)},
     "single_seed": {"need_to_reinit_output_layers": (False,)},
-    "project_name": {"clearml": ("off",), "trackers": (["clearml"],)},
     "link": {"time_budget": (None,), "node_speeds": (None,)},
     "switch_multiplier": {"switch_mode": ("only_gradient_accumulation", "only_data_loader")},
     "minimum_learning_rate_ratio": {"learning_rate_schedule": ("constant",)},
@@ -173,6 +172,12 @@ def _without_effect(config: Config) -> dict[str, str]:
     for key, others in NOT_READ_WITH.items():
         if all(getattr(config, other) in values for other, values in others.items()):
             reasons[key] = " and ".join(f"{other} {_shown(getattr(config, other))}" for other in others)
+    if "clearml" not in config.trackers and config.clearml != "off":
+        reasons["clearml"] = f"trackers {_shown(config.trackers)}"
+    if not config.trackers:
+        reasons["project_name"] = "trackers []"
+    elif config.trackers == ["clearml"] and config.clearml == "off":
+        reasons["project_name"] = "clearml off and trackers ['clearml']"
     of_set = config.dataset == "c4" and config.c4_tokenized_path is not None
     if of_set:
         reasons["c4_language"] = "c4_tokenized_path"

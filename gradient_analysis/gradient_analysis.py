@@ -12,13 +12,13 @@ import dataclasses
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
 import yaml
 from matplotlib.figure import Figure
-from pydantic import ConfigDict, Field, NonNegativeInt, PositiveInt, TypeAdapter, ValidationError
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 from transformers.utils.logging import disable_progress_bar
 
@@ -37,7 +37,7 @@ from training_logs.showing.run_data import RunFolderError, damage_reported, read
 from training_logs.showing.styles import colour, make_figure
 from utils.config.reading import load_config, problem_lines, read_mapping, yaml_value
 from utils.config.resume import check_plugins_of_run
-from utils.config.schema import Config, ConfigError
+from utils.config.schema import AtLeastTwo, Config, ConfigError, Name, NonNegativeInt, PositiveInt, Threads
 from utils.distributed.devices import resolve_devices
 from utils.files import MODELS_FOLDER, REPORT_FOLDER, has_checkpoint, write_atomically, write_json_atomically
 from utils.progress import progress_bar, shows_progress
@@ -46,20 +46,20 @@ from utils.text import counted
 HERE = Path(__file__).resolve().parent
 
 
-@dataclass(frozen=True, config=ConfigDict(extra="forbid"))
+@dataclass(frozen=True, config=ConfigDict(extra="forbid", coerce_numbers_to_str=True))
 class AnalysisConfig:
     """The keys of config_analyze_gradient.yaml, which explains them."""
 
-    model: str | None = None
-    config: str | None = None
+    model: Name | None = None
+    config: Name | None = None
     part: Literal["train", "validation"] = "train"
-    sample_size: Annotated[int, Field(ge=2)] | None = 512
+    sample_size: AtLeastTwo | None = 512
     batch_size: PositiveInt = 8
     micro_batch: PositiveInt = 16
     seed: NonNegativeInt = 42
-    device: str | None = None
-    cpu_threads: PositiveInt | None = None
-    output_dir: str = "gradient_plots"
+    device: Name | None = None
+    cpu_threads: Threads | None = None
+    output_dir: Name = "gradient_plots"
 
 
 def parse_analysis_config(path: Path, overrides: Sequence[str]) -> AnalysisConfig:

@@ -5,6 +5,7 @@
 
 import json
 import logging
+import math
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -156,6 +157,11 @@ def _problems(settings: Mapping[str, Any], presets: Collection[str], known: Coll
         is_count = key.startswith(("num_", "max_")) or key.endswith("_size")
         if is_count and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
             problems.append(f"model_config.{key}: must be a positive integer, got {value!r}")
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if is_number and ("dropout" in key or key.endswith("_pdrop")) and not 0 <= value < 1:
+            problems.append(f"model_config.{key}: must be at least 0 and below 1, got {value!r}")
+        elif is_number and not math.isfinite(value):
+            problems.append(f"model_config.{key}: must be finite, got {value!r}")
     return problems
 
 

@@ -30,7 +30,10 @@ def parser_of(kind: str, example: str) -> Callable[[str], Any]:
             if kind == "ByteSize" and text.strip()[-1:].isdecimal():  # a number alone would be bytes
                 raise ValueError(text)
             finite = pydantic.ConfigDict(allow_inf_nan=False)
-            return pydantic.TypeAdapter(getattr(pydantic, kind), config=finite).validate_python(text)
+            value = pydantic.TypeAdapter(getattr(pydantic, kind), config=finite).validate_python(text)
+            if value > 1e18:  # later products would overflow
+                raise ValueError(text)
+            return value
         except ValueError:
             raise argparse.ArgumentTypeError(f"must be {example}, got {text!r}") from None
 

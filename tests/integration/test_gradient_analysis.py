@@ -408,6 +408,15 @@ def test_an_override_that_is_no_value_is_an_error(tmp_path, override, expected):
         parse_analysis_config(path, [override])
 
 
+def test_keys_have_the_types_of_those_of_runs(tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text("{model: 2024, cpu_threads: 2}")
+    assert parse_analysis_config(path, []).model == "2024"
+    with pytest.raises(ConfigError) as raised:
+        parse_analysis_config(path, ["seed=true", "cpu_threads=99999999999", 'output_dir="a\\0b"'])
+    assert [line.partition(":")[0] for line in raised.value.problems] == ["seed", "cpu_threads", "output_dir"]
+
+
 def test_a_run_without_a_final_model_is_an_error(tmp_path):
     folder = record_run(tmp_path, number_of_outer_steps=1, number_of_initial_trainers=1)
     path = folder / "model_training_report" / "summary.json"

@@ -355,7 +355,13 @@ def test_options_are_read_with_their_units():
     assert parse_link("100MB/s") == ("100MB/s", Link(8e8, 0.0))
     assert (parse_memory("80GB"), parse_memory("1.5GiB"), parse_memory("100B")) == (80 * 10**9, 3 * 2**29, 100)
     assert (parse_positive("0.5"), parse_count("3")) == (0.5, 3)
-    for parse, text in ((parse_link, "fast"), (parse_memory, "80"), (parse_positive, "-1"), (parse_count, "0")):
+    for parse, text in (
+        (parse_link, "fast"),
+        (parse_memory, "80"),
+        (parse_positive, "-1"),
+        (parse_count, "0"),
+        (parse_count, "9" * 20),
+    ):
         with pytest.raises(argparse.ArgumentTypeError, match=f"must be a .*, got '{text}'"):
             parse(text)
 

@@ -161,6 +161,11 @@ def test_all_problems_are_reported_at_once_one_line_each():
         "node_schedule": [],
         "participants": 0,
         "collective_timeout_minutes": 1e13,
+        "cpu_threads": 3 * 10**9,
+        "vocab_size": 10**25,
+        "number_of_initial_trainers": 129,
+        "learning_rate_for_inner_opt": 1e300,
+        "run_name": "a\0b",
     }
     unknown = {"learnig_rate_for_inner_opt": 1, "eta": 0.5, "seed": 1, "learning_rate": 1, "adam_betas": 1}
     found = problems(unknown | {"devices": ["tpu:0"], "node_speeds": [1, 0]} | wrong, ["zzzz"])
@@ -324,7 +329,13 @@ def test_a_leading_zero_is_not_base_eight():
     assert parse_config({}, overrides)[0].model_config["hidden_size"] == 64
 
 
-@pytest.mark.parametrize("text", ["2026-02-31", "!!bool maybe", "!!timestamp now", "9" * 5000])
+@pytest.mark.parametrize(("key", "text"), [("max_tokens", "12:30"), ("time_budget", "1:30.5")])
+def test_a_colon_is_not_base_sixty(key, text):
+    with pytest.raises(ConfigError, match=rf"^{key}: .*got '{text}'"):
+        parse_config({}, [f"{key}={text}"])
+
+
+@pytest.mark.parametrize("text", ["2026-02-31", "!!bool maybe", "!!timestamp now", "9" * 5000, "0x" + "f" * 5000])
 def test_a_value_that_is_not_of_its_yaml_type_is_a_problem(text):
     with pytest.raises(ConfigError, match=r"^ETA: "):
         parse_config({}, [f"ETA={text}"])

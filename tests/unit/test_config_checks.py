@@ -85,6 +85,10 @@ def test_defaults_have_no_warning():
             ["project_name: has no effect with clearml off and trackers ['clearml']"],
         ),
         (
+            {"trackers": [], "clearml": "online", "project_name": "x"},
+            ["clearml: has no effect with trackers []", "project_name: has no effect with trackers []"],
+        ),
+        (
             {"tokenizer": "x", "vocab_size": 999},
             ["vocab_size: has no effect with a tokenizer that is not trained here"],
         ),

@@ -70,6 +70,7 @@ _NOT_TEXT = tuple(f"tag:yaml.org,2002:{kind}" for kind in ("int", "float", "time
 # YAML from people, perhaps from strangers: it cannot run code, crash the process or fill its memory
 
 _MOST_LEVELS = 100
+_MOST_DIGITS = 400
 _MOST_CHARACTERS = 10_000_000  # where all aliases are expanded
 
 
@@ -87,13 +88,21 @@ class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # libyaml, if it 
                     value.tag = "tag:yaml.org,2002:str"  # run_name: 2024_01_15 is no number
         return super().construct_mapping(node, deep)
 
-    def construct_integer(self, node: yaml.ScalarNode) -> int:
-        # YAML 1.1 reads 010 in base 8.
+    def construct_integer(self, node: yaml.ScalarNode) -> int | str:
+        # YAML 1.1 reads 010 in base 8, and 12:30 in base 60.
+        if len(node.value) > _MOST_DIGITS:  # Python cannot print all of them
+            raise ValueError(f"a number of {len(node.value):,} characters")
+        if ":" in node.value:
+            return node.value
         leading_zero = re.fullmatch(r"[-+]?0[0-9_]+", node.value)
         return int(node.value.replace("_", "")) if leading_zero else self.construct_yaml_int(node)
 
+    def construct_decimal(self, node: yaml.ScalarNode) -> float | str:
+        return node.value if ":" in node.value else self.construct_yaml_float(node)
+
 
 _Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_integer)
+_Loader.add_constructor("tag:yaml.org,2002:float", _Loader.construct_decimal)
 
 
 def read_mapping(path: Path) -> dict:

@@ -66,6 +66,12 @@ def _on_and_off_are_words(value):
     return ("on" if value else "off") if isinstance(value, bool) else value  # YAML reads them as true and false
 
 
+def _no_null_character(value: str) -> str:
+    if "\0" in value:
+        raise ValueError("must not contain a null character")
+    return value
+
+
 def plain(value):
     """Return a value of a script in the types of YAML, so that a written configuration reads back equal."""
     if isinstance(value, Mapping):
@@ -82,18 +88,22 @@ Number = BeforeValidator(_not_a_bool)
 PositiveInt = Annotated[int, Field(gt=0, lt=2**63), Number]
 NonNegativeInt = Annotated[int, Field(ge=0, lt=2**63), Number]
 AtLeastTwo = Annotated[int, Field(ge=2, lt=2**63), Number]
+Vocabulary = Annotated[int, Field(ge=258, lt=2**31), Number]
+Threads = Annotated[int, Field(gt=0, lt=2**15), Number]
+TrainerCount = Annotated[int, Field(gt=0, le=128), Number]
+NodeCount = Annotated[int, Field(gt=0, le=10_000), Number]
 Seed = Annotated[int, Field(ge=0, lt=2**64), Number]  # the range of PyTorch's generators
-PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False), Number]
-NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False), Number]
+PositiveFloat = Annotated[float, Field(gt=0, le=1e38, allow_inf_nan=False), Number]
+NonNegativeFloat = Annotated[float, Field(ge=0, le=1e38, allow_inf_nan=False), Number]
 Fraction = Annotated[float, Field(gt=0, le=1), Number]
 FractionOrZero = Annotated[float, Field(ge=0, le=1), Number]
 BelowOne = Annotated[float, Field(ge=0, lt=1), Number]
 AtLeastOne = Annotated[float, Field(ge=1), Number]
 Pair = Annotated[list[NonNegativeFloat], Field(min_length=2, max_length=2)]
 Device = Annotated[str, AfterValidator(_device)]
-Name = Annotated[str, Field(min_length=1)]
+Name = Annotated[str, Field(min_length=1), AfterValidator(_no_null_character)]
 # Made absolute, so that the configuration in a run folder means the same in every working directory.
-File = Annotated[str, Field(min_length=1), AfterValidator(os.path.abspath)]
+File = Annotated[Name, AfterValidator(os.path.abspath)]
 
 Settings = Annotated[dict[str, Any], AfterValidator(plain)]
 
@@ -171,7 +181,7 @@ class Devices(Section):
         "auto",
         "Processes that `python run.py` starts; auto: one for each GPU, or one per CPU core, at most one per node.",
     )
-    cpu_threads: PositiveInt | None = key(
+    cpu_threads: Threads | None = key(
         None,
         "PyTorch CPU threads in each process; null: the cores divided among the nodes, whatever OMP_NUM_THREADS says, "
         "as the bits depend on it.",
@@ -266,9 +276,7 @@ class Data(Section):
         "Hub name or folder of a tokenizer; null: that of the pretrained model or of c4_tokenized_path, else one "
         "trained on the training documents.",
     )
-    vocab_size: Annotated[int, Field(ge=258), Number] = key(
-        2048, "Vocabulary of a tokenizer trained here: byte-level BPE, or WordPiece for bert."
-    )
+    vocab_size: Vocabulary = key(2048, "Vocabulary of a tokenizer trained here: byte-level BPE, or WordPiece for bert.")
     cache_dir: Name = free_key(".cache", "Folder for tokenised documents, shared by runs.")
     text_files: Annotated[list[Name], Field(min_length=1)] | None = key(
         None, "Files, folders (with subfolders) or globs, plain or gzip, with UTF-8 text or JSON lines of messages."
@@ -278,7 +286,9 @@ class Data(Section):
     c4_local_path: Name | None = key(
         None, "File, folder or glob of C4 shards (JSON lines, plain or gzip), without c4_tokenized_path."
     )
-    c4_language: Name = key("en", "Configuration of allenai/c4 on the hub, read if neither path is given.")
+    c4_language: Name = key(
+        "en", "Configuration of allenai/c4 on the hub, or subfolder of c4_local_path, if it has one of that name."
+    )
     imdb_local_path: Name | None = key(None, "The folder that aclImdb_v1.tar.gz unpacks to; null: the hub.")
 
     def check(self) -> list[str]:
@@ -329,7 +339,7 @@ class Model(Section):
 class Trainers(Section):
     """Trainers and merging"""
 
-    number_of_initial_trainers: PositiveInt = key(4, "Trainers (model instances) at the start.")
+    number_of_initial_trainers: TrainerCount = key(4, "Trainers (model instances) at the start.")
     merging_policy: str = key(
         "worst_with_worst",
         "Trainers that merge: those with the smallest requests, or the largest with the smallest ones.",
@@ -342,7 +352,7 @@ class Trainers(Section):
 class Nodes(Section):
     """Nodes"""
 
-    nodes_per_gpu: PositiveInt = key(4, "Nodes (worker slots) per device, also on the CPU.")
+    nodes_per_gpu: NodeCount = key(4, "Nodes (worker slots) per device, also on the CPU.")
     devices_per_node: PositiveInt = free_key(
         1,
         "Devices of a node; with several, they share one model (FSDP2), and nodes_per_gpu counts nodes per such group.",
