@@ -253,12 +253,12 @@ class Cluster:
         return distribute_nodes(requests, nodes, present, smallest_worker_batch)
 
     def _assign(self, nodes_of: Mapping[int, Sequence[int]]) -> None:
-        exchange = simultaneous(
-            [
-                self.trainers[number].assign_nodes(tuple(self.nodes[node] for node in nodes))
-                for number, nodes in nodes_of.items()
-            ]
-        )
+        exchanges = [
+            self.trainers[number].assign_nodes(tuple(self.nodes[node] for node in nodes))
+            for number, nodes in nodes_of.items()
+        ]
+        # A node that changes its trainer takes part in both.
+        exchange = simultaneous(settling for settling, _ in exchanges) + simultaneous(moves for _, moves in exchanges)
         self.counters.bytes_redistributed += exchange.sent
         self.counters.link_bytes_redistributed += exchange.link
         self.scheduler.count_link_seconds(self.counters, exchange)

@@ -107,8 +107,8 @@ class Trainer:
 
     # A round
 
-    def assign_nodes(self, nodes: tuple[Node, ...]) -> Exchange:
-        """Let these nodes work for the trainer from now on, and return what is sent for it."""
+    def assign_nodes(self, nodes: tuple[Node, ...]) -> tuple[Exchange, Exchange]:
+        """Let these nodes work from now on; return what workers had to send before, and what arrives at nodes."""
         return self.worker_group.assign(nodes, self._participants(len(nodes)))
 
     def split_work(self) -> WorkSplit:

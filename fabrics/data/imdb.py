@@ -113,7 +113,8 @@ def encode_reviews(
         return {"tokens": np.concatenate(parts), "offsets": np.cumsum([0, *map(len, parts)])}
 
     texts = hashlib.sha256(hashes.tobytes()).hexdigest()
-    arrays = cached_arrays(config, ["reviews", texts, config.sequence_length, fingerprint(tokenizer)], encoded)
+    cut = [config.sequence_length, tokenizer.truncation_side]
+    arrays = cached_arrays(config, ["reviews", texts, cut, fingerprint(tokenizer)], encoded)
     return TokenisedPart(arrays["tokens"], arrays["offsets"], hashes)
 
 

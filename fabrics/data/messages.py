@@ -218,7 +218,8 @@ def load_messages(config: Config) -> TaskData:
     )
     length = config.sequence_length
     sizes = [config.data_sample_size, config.val_size]
-    written_by = [fingerprint(tokenizer), tokenizer.chat_template, tokenizer.all_special_tokens]
+    special = {role: str(tokens) for role, tokens in tokenizer.special_tokens_map.items()}
+    written_by = [fingerprint(tokenizer), tokenizer.chat_template, special, tokenizer.all_special_tokens]
     identity = [source.identity, sizes, length, written_by]
     arrays = cached_arrays(config, identity, lambda: _encoded(config, source, tokenizer))
     skipped = Skipped(**json.loads(str(arrays["skipped"])))

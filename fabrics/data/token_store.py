@@ -373,7 +373,7 @@ def _next_block(documents: Iterator[Document]) -> list[Document]:
 def _block(path: Path, documents: list[Document], tokenizer: PreTrainedTokenizerBase) -> dict[str, np.ndarray]:
     hashes = np.array([document_hash(document.text) for document in documents], _HASH)
     found = _read_arrays(path)
-    if found is not None and np.array_equal(found["hashes"], hashes):
+    if found is not None and np.array_equal(found.get("hashes"), hashes):
         return found
     tokens = encode(tokenizer, [document.text for document in documents])
     block = {"tokens": np.concatenate(tokens), "lengths": np.array([len(own) for own in tokens]), "hashes": hashes}
@@ -382,9 +382,9 @@ def _block(path: Path, documents: list[Document], tokenizer: PreTrainedTokenizer
 
 
 def _read_arrays(path: Path) -> dict[str, np.ndarray] | None:
-    if not path.exists():
-        return None
     try:
+        if not path.exists():
+            return None
         with np.load(path, allow_pickle=False) as file:  # the format has checksums
             return dict(file)
     except Exception as error:  # zipfile, zlib and numpy raise a dozen classes for damaged files
@@ -407,7 +407,8 @@ def cached_arrays(config: Config, identity: Any, make: Callable[[], dict[str, np
         found = make()
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
+            _remove(path)
             _write_arrays(path, found)
-        except OSError as error:
-            raise ConfigError(f"cache_dir: cannot write {path}: {error.strerror or error}") from None
+        except OSError as error:  # the next run makes them again
+            logger.warning("cache_dir: cannot write %s: %s", path, error.strerror or error)
     return found

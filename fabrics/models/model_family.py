@@ -5,7 +5,6 @@
 
 import json
 import logging
-import math
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -160,8 +159,8 @@ def _problems(settings: Mapping[str, Any], presets: Collection[str], known: Coll
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if is_number and ("dropout" in key or key.endswith("_pdrop")) and not 0 <= value < 1:
             problems.append(f"model_config.{key}: must be at least 0 and below 1, got {value!r}")
-        elif is_number and not math.isfinite(value):
-            problems.append(f"model_config.{key}: must be finite, got {value!r}")
+        elif is_number and not abs(value) <= 1e38:  # not a number, or one that does not fit into a tensor
+            problems.append(f"model_config.{key}: must be a number of at most 1e38, got {value!r:.20}")
     return problems
 
 

@@ -41,7 +41,8 @@ def layers_of(module: nn.Module, in_list: bool = False) -> list[nn.Module]:
     """
     found: list[nn.Module] = []
     for child in module.children():
-        if isinstance(child, nn.ModuleList | nn.ModuleDict):
+        has_forward = type(child).forward is not nn.Module.forward
+        if isinstance(child, nn.ModuleList | nn.ModuleDict) and not (in_list and has_forward):
             found += layers_of(child, in_list or isinstance(child, nn.ModuleList))
         elif not in_list:
             found += layers_of(child)

@@ -114,8 +114,8 @@ class WorkerGroup:
 
     # Nodes
 
-    def assign(self, nodes: tuple[Node, ...], participants: Collection[int]) -> Exchange:
-        """Let these nodes work from now on, and return what is sent for it.
+    def assign(self, nodes: tuple[Node, ...], participants: Collection[int]) -> tuple[Exchange, Exchange]:
+        """Let these nodes work from now on; return what workers had to send before, and what arrives at nodes.
 
         Workers keep their state as far as there are nodes for them, wherever those are. A new worker, and one whose
         state is lost, begins with the optimizer state of the first healthy worker. Surplus workers end, the last ones
@@ -138,7 +138,7 @@ class WorkerGroup:
         returning = self._resting & {after[worker] for worker in participants}
         self._resting -= returning
         receiving = len(set(after) - set(before)) + len(returning)
-        return settling + redistribution_exchange(receiving, sent + len(returning) * self.sizes.trainer)
+        return settling, redistribution_exchange(receiving, sent + len(returning) * self.sizes.trainer)
 
     def _move_workers(self, before: Sequence[int], after: Sequence[int], nodes: Sequence[Node]) -> int:
         if before:
@@ -279,22 +279,22 @@ class WorkerGroup:
     @torch.no_grad()
     def _settle(self, some_end: bool) -> Exchange:
         """Bring the trainer's parameters up to date with what workers have learned; return what is sent for it."""
-        sent = 0
+        exchange = Exchange()
         if self.method.capabilities.averages_copies:
             self.refresh()
             if self._weights:
-                sent = settling_bytes(self.method, self.model, len(self))
+                exchange = settling_exchange(len(self), settling_bytes(self.method, self.model, len(self)))
         elif some_end:
-            sent = self._send_the_rest()
+            exchange = self._send_the_rest()
         self._weights = []
-        return settling_exchange(len(self), sent)
+        return exchange
 
-    def _send_the_rest(self) -> int:
+    def _send_the_rest(self) -> Exchange:
         working = [weight for weight in self._weights if weight]
         typical = sum(working) / max(len(working), 1)  # for workers that rested
         weights = [0.0 if index in self.to_restart else weight or typical for index, weight in enumerate(self._weights)]
         if not any(weights):
-            return 0
+            return Exchange()
         events: list[Event] = []
         group = Group(
             workers=self,
@@ -312,7 +312,8 @@ class WorkerGroup:
             if index not in self.to_restart
         ]
         self.method.settle(group)
-        return round(sum(weight > 0 for weight in weights) * sum(event.bytes_per_worker for event in events))
+        senders = sum(weight > 0 for weight in weights)
+        return settling_exchange(senders, round(senders * sum(event.bytes_per_worker for event in events)))
 
     def _restart(self) -> None:
         if self.shared is not None:

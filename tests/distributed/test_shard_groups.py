@@ -291,6 +291,13 @@ def test_the_layers_of_a_model_are_in_its_lists():
     model = nn.Sequential(nn.ModuleList([first, first]), nn.ModuleList([nn.ModuleList([first, nn.Linear(2, 2)]), pair]))
     assert layers_of(model) == sharded_layers(model) == [first, second]
 
+    class Stage(nn.ModuleList):
+        def forward(self, x):
+            return self[1](self[0](x))
+
+    stages = [Stage([first, second]), Stage([nn.Sequential(nn.Linear(2, 2)), nn.Linear(2, 2)])]
+    assert layers_of(nn.Sequential(nn.ModuleList(stages))) == stages
+
 
 @pytest.mark.parametrize(
     ("autocast", "layer", "whole"),

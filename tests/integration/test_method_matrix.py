@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 
+from algorithms.nodes.traffic import Exchange
 from cluster import Cluster
 from fabrics.training.worker import COPY, ERROR, Node
 from tests.support import matrix
@@ -131,7 +132,7 @@ def test_joining_workers_have_the_shared_parameters_and_their_bytes_are_counted(
     before = [worker.state_dict() for worker in trainer.local_workers.values()]
     before = [{key: tensor.clone() for key, tensor in state.items()} for state in before]
     again = resumed(trainer, name, workers=4)
-    arrived = trainer.assign_nodes(nodes(4))
+    settling, arrived = trainer.assign_nodes(nodes(4))
     assert_same_tensors(again, trainer)
     for worker in (2, 3):
         assert_restarted(trainer, worker, like=0)
@@ -144,8 +145,8 @@ def test_joining_workers_have_the_shared_parameters_and_their_bytes_are_counted(
     step_count = 4 if trainer.local_workers[0].moments.keys() >= {"step"} else 0
     moments = len(trainer.local_workers[0].moments.keys() - {"step"}) * model + step_count
     shared = sum(model if len(tensor.shape) else 4 for tensor in trainer.shared.values())
-    assert arrived.sent == refreshed + 2 * (shared + moments)
-    assert arrived.link == refreshed / 2 + shared + moments
+    assert settling == Exchange(0, refreshed, refreshed / 2)
+    assert arrived == Exchange(0, 2 * (shared + moments), shared + moments)
     train(trainer, 1, matrix.INNER_STEPS)
     trainer.assign_nodes(nodes(1))
     train(trainer, 1, matrix.INNER_STEPS)

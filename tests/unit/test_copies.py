@@ -79,6 +79,23 @@ def test_workers_settle_over_a_ring(method):
     assert cluster.counters.link_bytes_redistributed == 2 * 7 / 8 * model
 
 
+def test_a_node_that_changes_its_trainer_settles_and_receives():
+    """One of three workers of SparseLoCo leaves for another trainer: its link carries both exchanges."""
+    values = {"distributed_algo": "SparseLoCo", "nodes_per_gpu": 4, "sampling_method": "none", "INITIAL_BATCH_SIZE": 12}
+    cluster = light_cluster(number_of_initial_trainers=2, merge_frequency=9, **values)
+    request = cluster.trainers[0].batch_control
+    request.requested_batch = 36
+    rounds(cluster, 1)
+    assert [len(trainer.nodes) for trainer in cluster.trainers.values()] == [3, 1]
+    before = cluster.counters.link_bytes_redistributed
+    request.requested_batch = 12
+    cluster.assign_nodes()
+    assert [len(trainer.nodes) for trainer in cluster.trainers.values()] == [2, 2]
+    group = cluster.trainers[0].worker_group
+    joining = group.sizes.trainer + group.sizes.worker
+    assert cluster.counters.link_bytes_redistributed - before == 2 * 2 / 3 * group.parameter_bytes + joining
+
+
 def test_what_workers_learned_that_a_resumed_run_has_no_more_stays_in_the_mean():
     first = cluster_of()
     rounds(first, 2)

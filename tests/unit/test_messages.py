@@ -213,14 +213,33 @@ def test_conversations_are_tokenised_once(make, tmp_path, monkeypatch):
     (cached,) = (tmp_path / "cache" / "tokenised").glob("*.npz")
     cached.write_bytes(b"PK")
     assert load_data(config).fingerprint() == first.fingerprint()
+    cached.unlink()
+    cached.mkdir()
+    assert load_data(config).fingerprint() == first.fingerprint()
+    assert cached.is_file()
     other = chat_tokenizer()
     other.chat_template = other.chat_template.replace("<end>", "<end> <end>")
     other.save_pretrained(tmp_path / "other")
-    for change in ({"sequence_length": 63}, {"val_size": 2}, {"tokenizer": str(tmp_path / "other")}):
+    roles = chat_tokenizer()
+    roles.bos_token = "<end>"
+    roles.save_pretrained(tmp_path / "roles")
+    for change in (
+        {"sequence_length": 63},
+        {"val_size": 2},
+        {"data_sample_size": 3},
+        {"tokenizer": str(tmp_path / "other")},
+        {"tokenizer": str(tmp_path / "roles")},
+    ):
         load_data(dataclasses.replace(config, **change))
     make(talk[1:])  # writes other files
     assert len(load_data(config).train) == len(first.train) - 1
-    assert encoded == ["validation", "training"] * 6
+    assert encoded == ["validation", "training"] * 9
+
+
+def test_conversations_need_no_cache(make, tmp_path, caplog):
+    (tmp_path / "cache").write_text("a file in its place")
+    assert len(load_data(make(small_talk(5))).train) == 4
+    assert "cache_dir: cannot write" in caplog.text
 
 
 def test_a_tokenizer_without_a_chat_template_is_refused(make, tmp_path):

@@ -112,7 +112,8 @@ def test_initialisation_depends_on_the_seed_alone(tokenizer):
         ({"hidden_size": "wide"}, "model_config.hidden_size: "),
         ({"attention_dropout": 1}, "model_config.attention_dropout: must be at least 0 and below 1, got 1"),
         ({"attention_dropout": -0.5}, "model_config.attention_dropout: "),
-        ({"rms_norm_eps": float("nan")}, "model_config.rms_norm_eps: must be finite"),
+        ({"rms_norm_eps": float("nan")}, "model_config.rms_norm_eps: must be a number of at most 1e38, got nan"),
+        ({"hidden_size": 10**350}, "model_config.hidden_size: "),
     ],
 )
 def test_a_bad_model_config_is_refused_by_key(tokenizer, settings, problem):

@@ -6,6 +6,7 @@ from collections import Counter
 import pytest
 import torch
 
+from algorithms.nodes.traffic import Exchange
 from algorithms.synchronisation import METHODS
 from algorithms.synchronisation.diloco import nesterov_step
 from cluster import Cluster
@@ -201,13 +202,14 @@ def test_resting_workers_keep_their_state_and_send_nothing():
 def test_a_returning_worker_receives_the_trainers_tensors():
     trainer, found = matrix.trainer_of(workers=4, participants=0.5), []
     for _ in range(8):
-        found.append((set(trainer.split_work().participants), trainer.assign_nodes(trainer.nodes)))
-        assert trainer.assign_nodes(trainer.nodes) == 0
+        found.append((set(trainer.split_work().participants), trainer.assign_nodes(trainer.nodes)[1]))
+        assert trainer.assign_nodes(trainer.nodes) == (Exchange(), Exchange())
         train(trainer, 1, matrix.INNER_STEPS)
     model = trainer.worker_group.parameter_bytes  # parameters and velocity
-    assert found[0][1] == 0
+    assert found[0][1] == Exchange()
     for (before, _), (now, arrived) in itertools.pairwise(found):
-        assert arrived == len(now - before) * 2 * model
+        came = len(now - before)
+        assert arrived == Exchange(0, came * 2 * model, 2 * model * (came > 0))
     assert len({arrived for _, arrived in found}) > 1
 
 

@@ -165,13 +165,13 @@ def make_run_folder(config: Config, dataset: str) -> Path:
                 if has_checkpoint(base):
                     raise ConfigError(f"run_name: {base} has a checkpoint since this run was started; start again")
                 base.rename(next(folder for folder in names if not folder.exists()))
-        for folder in names:
+        for folder in names if config.run_name is None else [base]:
             with contextlib.suppress(FileExistsError):
                 folder.mkdir(parents=True)
                 return folder
     except OSError as error:
         raise ConfigError(f"log_dir: cannot make {base}: {error.strerror}") from None
-    raise ConfigError(f"log_dir: too many runs named {base}")
+    raise ConfigError(f"log_dir: cannot make {base}: another run has just made it")
 
 
 def continue_log(path: Path, length: int) -> None:

@@ -90,6 +90,7 @@ NonNegativeInt = Annotated[int, Field(ge=0, lt=2**63), Number]
 AtLeastTwo = Annotated[int, Field(ge=2, lt=2**63), Number]
 Vocabulary = Annotated[int, Field(ge=258, lt=2**31), Number]
 Threads = Annotated[int, Field(gt=0, lt=2**15), Number]
+# The data order of merged trainers is nested, one level for each merge into the same trainer.
 TrainerCount = Annotated[int, Field(gt=0, le=128), Number]
 NodeCount = Annotated[int, Field(gt=0, le=10_000), Number]
 Seed = Annotated[int, Field(ge=0, lt=2**64), Number]  # the range of PyTorch's generators
