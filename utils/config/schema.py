@@ -340,7 +340,7 @@ class Model(Section):
 class Trainers(Section):
     """Trainers and merging"""
 
-    number_of_initial_trainers: TrainerCount = key(4, "Trainers (model instances) at the start.")
+    number_of_initial_trainers: TrainerCount = key(4, "Trainers (model instances) at the start, at most 128.")
     merging_policy: str = key(
         "worst_with_worst",
         "Trainers that merge: those with the smallest requests, or the largest with the smallest ones.",
@@ -353,7 +353,7 @@ class Trainers(Section):
 class Nodes(Section):
     """Nodes"""
 
-    nodes_per_gpu: NodeCount = key(4, "Nodes (worker slots) per device, also on the CPU.")
+    nodes_per_gpu: NodeCount = key(4, "Nodes (worker slots) per device, also on the CPU, at most 10,000.")
     devices_per_node: PositiveInt = free_key(
         1,
         "Devices of a node; with several, they share one model (FSDP2), and nodes_per_gpu counts nodes per such group.",
