@@ -162,18 +162,16 @@ def synchronisation_exchange(trainers: Iterable[tuple[int, float]], recipients: 
     )
 
 
-def settling_exchange(workers: int, sent: float) -> Exchange:
-    """What a trainer's workers have not sent yet, before a merge or before workers leave: a mean over a ring."""
-    return Exchange(0, sent, sent / max(workers, 1))
-
-
 def merge_exchange(others: int, nodes: int, sent: float) -> Exchange:
     """A merge with this number of other trainers; nodes: of the representative, whose first node makes the average."""
     return Exchange(1, sent, sent / (others + nodes - 1) * (others + (nodes > 1)))
 
 
-def redistribution_exchange(nodes: int, sent: float) -> Exchange:
-    """The state that `nodes` nodes of a trainer receive at the same time, most often as they are new to it."""
+def even_exchange(nodes: int, sent: float) -> Exchange:
+    """Bytes that go through the links of `nodes` nodes evenly and at the same time, and are no communication.
+
+    These are the state that nodes receive when they join a trainer, and the mean with which workers settle.
+    """
     return Exchange(0, sent, sent / max(nodes, 1))
 
 
@@ -237,11 +235,11 @@ def rounds_ahead(
         representative, *others = list(nodes_of)[:merge_count]
         own = nodes_of[representative]
         sent = merge_bytes(own, [nodes_of[other] for other in others], sizes.merge)
-        settling = simultaneous(settling_exchange(count, sizes.settling(count)) for count in workers[:merge_count])
+        settling = simultaneous(even_exchange(count, sizes.settling(count)) for count in workers[:merge_count])
         exchanges.append(settling + merge_exchange(len(others), len(own), sent))
         yield tuple(nodes_of.values()), exchanges
         before = {trainer: nodes for trainer, nodes in nodes_of.items() if trainer not in others}
         nodes_of = distribution(before, before)
         new = sum(len(set(nodes_of[trainer]) - set(nodes)) for trainer, nodes in before.items())
         if new > 0:
-            joining = [redistribution_exchange(new, new * sizes.joining)]
+            joining = [even_exchange(new, new * sizes.joining)]

@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING
 
-from algorithms.nodes.traffic import Event, Exchange, redistribution_exchange, rounds_ahead, settling_exchange
+from algorithms.nodes.traffic import Event, Exchange, even_exchange, rounds_ahead
 from algorithms.nodes.virtual_clock import Computing, RunClock
 from algorithms.schedule.budget import (
     LONGEST_ROUND,
@@ -211,8 +211,8 @@ class RoundScheduler:
         progress = counters.examples / (counters.examples + examples_left)
         joining = self._joining_workers(trainers, nodes, working, progress)
         if joining:
-            settling = settling_exchange(working, sizes.settling(working))
-            reserve = self._budget.cost(settling + redistribution_exchange(joining, joining * sizes.joining))
+            settling = even_exchange(working, sizes.settling(working))
+            reserve = self._budget.cost(settling + even_exchange(joining, joining * sizes.joining))
             # Without rounds no batch would grow, and no worker would join.
             rounds, _ = affordable(used + min(reserve, max(0.0, self._budget.amount - used) / 2))
         return Remaining(counters.outer_steps, rounds, counters.examples, examples_left)

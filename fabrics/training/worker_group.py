@@ -13,11 +13,10 @@ from algorithms.nodes.distribution import HandOver, StateBytes, hand_overs
 from algorithms.nodes.traffic import (
     Event,
     Exchange,
+    even_exchange,
     merge_bytes,
     merge_exchange,
     redistribution_bytes,
-    redistribution_exchange,
-    settling_exchange,
     simultaneous,
 )
 from algorithms.synchronisation.encodings import BFLOAT16, COMMUNICATION_DTYPES, PLAIN, Encoding
@@ -138,7 +137,7 @@ class WorkerGroup:
         returning = self._resting & {after[worker] for worker in participants}
         self._resting -= returning
         receiving = len(set(after) - set(before)) + len(returning)
-        return settling, redistribution_exchange(receiving, sent + len(returning) * self.sizes.trainer)
+        return settling, even_exchange(receiving, sent + len(returning) * self.sizes.trainer)
 
     def _move_workers(self, before: Sequence[int], after: Sequence[int], nodes: Sequence[Node]) -> int:
         if before:
@@ -283,7 +282,7 @@ class WorkerGroup:
         if self.method.capabilities.averages_copies:
             self.refresh()
             if self._weights:
-                exchange = settling_exchange(len(self), settling_bytes(self.method, self.model, len(self)))
+                exchange = even_exchange(len(self), settling_bytes(self.method, self.model, len(self)))
         elif some_end:
             exchange = self._send_the_rest()
         self._weights = []
@@ -313,7 +312,7 @@ class WorkerGroup:
         ]
         self.method.settle(group)
         senders = sum(weight > 0 for weight in weights)
-        return settling_exchange(senders, round(senders * sum(event.bytes_per_worker for event in events)))
+        return even_exchange(senders, round(senders * sum(event.bytes_per_worker for event in events)))
 
     def _restart(self) -> None:
         if self.shared is not None:

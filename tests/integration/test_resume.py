@@ -214,6 +214,20 @@ def test_resume_auto_sets_no_run_aside_that_has_made_a_checkpoint_since_it_was_s
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
 
 
+def test_two_runs_that_begin_under_one_name_at_once_do_not_share_it(tmp_path, monkeypatch):
+    config = make_config(log_dir=str(tmp_path), run_name="mine")
+    make_run_folder(config, "text")
+    rename = Path.rename
+
+    def rename_and_make(path, target):
+        rename(path, target)
+        path.mkdir()  # by the other one
+
+    monkeypatch.setattr(Path, "rename", rename_and_make)
+    with pytest.raises(ConfigError, match="mine: another run has just made it"):
+        make_run_folder(config, "text")
+
+
 def test_resume_auto_starts_as_many_processes_as_the_run_has_nodes_for(stopped, monkeypatch, tmp_path):
     """Without --config, the run's own configuration counts, not config.yaml."""
     started = []

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from algorithms.nodes.policies import Merge
-from algorithms.nodes.traffic import Event, merge_exchange, redistribution_exchange
+from algorithms.nodes.traffic import Event, even_exchange, merge_exchange
 from benchmarks.compare.accounting import PROBED_PASS, Hardware, Network, simulated_seconds, usage
 from tests.support.runs import record_run, table_of
 from training_logs.showing.run_data import RunData, read_run
@@ -90,7 +90,7 @@ def test_simulated_time_of_merging_and_of_nodes_that_come_to_a_trainer():
     # After that, the trainer's two new nodes get 16,004 bytes each, side by side.
     run = made_run(
         rounds(1, (0, 2), (1, 1), (2, 1), merged=merge_exchange(2, 2, 3 * 8_000).link, redistributed=0)
-        + rounds(2, (0, 4), merged=24_000, redistributed=redistribution_exchange(2, 2 * 16_004).link),
+        + rounds(2, (0, 4), merged=24_000, redistributed=even_exchange(2, 2 * 16_004).link),
         merge,
     )
     first = 20 * 0.02 + (0.5 + 8 * 4_000 / 8_000) + (0.5 + 8 * 3 * 8_000 / 8_000)

@@ -11,9 +11,9 @@ from algorithms.nodes.traffic import (
     Exchange,
     ExchangeSizes,
     Link,
+    even_exchange,
     even_split,
     merge_exchange,
-    redistribution_exchange,
     rounds_ahead,
     synchronisation_exchange,
 )
@@ -120,7 +120,7 @@ def test_nodes_that_serve_several_trainers_send_nothing_but_merges_with_others()
     assert synchronisation_exchange([], None) == Exchange()
     assert synchronisation_exchange([(4, 12.0), (5, 8.0)], 2) == Exchange(2, 20.0, 12 * 2 / (3 * 2))
     assert merge_exchange(1, 1, 70).link == 70
-    assert redistribution_exchange(0, 12).link == 12  # a copy of what a worker has lost
+    assert even_exchange(0, 12).link == 12  # a copy of what a worker has lost
     sizes = dataclasses.replace(SIZES, settling=lambda workers: 24.0)
     *_, merge = next(rounds_ahead(2, 8, 1, merge_frequency=1, merge_count=2, sizes=sizes))[1]
     # Two rings of four at the same time, then the merge: the first node receives the other's tensors and sends the

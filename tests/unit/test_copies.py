@@ -79,6 +79,17 @@ def test_workers_settle_over_a_ring(method):
     assert cluster.counters.link_bytes_redistributed == 2 * 7 / 8 * model
 
 
+def test_a_worker_that_is_lost_does_not_settle():
+    values = {"distributed_algo": "SparseLoCo", "sampling_method": "none", "number_of_initial_trainers": 1}
+    cluster = light_cluster(**values)
+    rounds(cluster, 1)
+    group = cluster.trainers[0].worker_group
+    group.to_restart = frozenset({3})
+    settling = group._settle(some_end=True)
+    assert settling.sent > 0
+    assert settling.link == settling.sent / 3
+
+
 def test_a_node_that_changes_its_trainer_settles_and_receives():
     """One of three workers of SparseLoCo leaves for another trainer: its link carries both exchanges."""
     values = {"distributed_algo": "SparseLoCo", "nodes_per_gpu": 4, "sampling_method": "none", "INITIAL_BATCH_SIZE": 12}

@@ -126,6 +126,16 @@ def test_special_tokens_that_a_review_spells_out_are_text(make):
     assert part.tokens.tolist().count(tokenizer.sep_token_id) == 1
 
 
+def test_a_tokenizer_that_cuts_on_the_other_side_finds_no_tokens_in_the_cache(make):
+    tokenizer = train_tokenizer(["a good film"], 60, "classification")
+    config = make(sequence_length=4)
+    right = encode_reviews(config, [("a good film", 1)], tokenizer, "training").tokens.tolist()
+    tokenizer.truncation_side = "left"
+    left = encode_reviews(config, [("a good film", 1)], tokenizer, "training").tokens.tolist()
+    assert len(left) == len(right) == 4
+    assert left != right
+
+
 # Training
 
 
