@@ -87,6 +87,8 @@ def send_run(folder: Path, tracker: Tracker, follow: bool = False) -> None:
             if step > merged:
                 tracker.text(merge_line(step, merge.representative, merge.weights))
                 merged = step
+    if run.summary.get("final_metric") is not None:  # also counts a merge after the last round
+        tracker.scalars(rounds, {f"run/final {run.metric.name}": run.summary["final_metric"]})
     for name, path in figures_of(run).items():
         tracker.figure(name, path)
     for name, path in artifacts_of(run).items():

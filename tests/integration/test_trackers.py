@@ -104,6 +104,7 @@ def expected_scalars(run) -> dict[tuple[str, str], dict]:
         expect("run", "bytes communicated", step, rows[0]["bytes_communicated"])
         expect("run", "living trainers", step, len(rows))
         expect("run", "total batch", step, sum(row["effective_batch"] for row in rows))
+    expect("run", "final perplexity", 5, run.summary["final_metric"])
     return expected
 
 
@@ -210,7 +211,8 @@ def test_a_run_is_followed_until_the_process_that_trains_has_ended(folder, tmp_p
     """Rounds 4 and 5 are written meanwhile, and the run is killed before its summary says that it has ended."""
     report_dir = shutil.copytree(folder, tmp_path / "run") / "model_training_report"
     summary = json.loads((report_dir / "summary.json").read_text())
-    (report_dir / "summary.json").write_text(json.dumps(summary | {"status": "running", "best_model": None}))
+    unfinished = {"status": "running", "best_model": None, "final_metric": None}
+    (report_dir / "summary.json").write_text(json.dumps(summary | unfinished))
     log = report_dir / "training_log.csv"
     whole = log.read_text()
     header, *lines = whole.splitlines(True)
@@ -250,7 +252,7 @@ def test_a_foreign_folder_uploads_no_file_outside_itself(folder, tmp_path):
         path.write_text(json.dumps(summary))
         listener = Listener(tmp_path)
         log_processor.send_run(foreign, listener)
-        assert listener.calls[5:] == ["summary", "completed"]
+        assert listener.calls == [1, 2, 3, 4, 5, 5, "summary", "completed"]  # the final metric is a second call for 5
     (foreign / "model_training_report" / "overview.png").unlink()
     (foreign / "model_training_report" / "overview.png").symlink_to(secret)
     assert "overview" not in log_processor.figures_of(read_run(foreign))
@@ -370,6 +372,9 @@ def test_a_run_that_is_sent_again_continues_its_task(programs, online, folder, t
     online(server.port)
     resumed = tmp_path / "run"
     shutil.copytree(folder, resumed, ignore=shutil.ignore_patterns("clearml"))
+    summary = resumed / "model_training_report" / "summary.json"
+    completed = summary.read_text()
+    summary.write_text(json.dumps(json.loads(completed) | {"final_metric": None}))
     log = resumed / "model_training_report" / "training_log.csv"
     whole = log.read_text()
     header, *lines = whole.splitlines(True)
@@ -378,6 +383,7 @@ def test_a_run_that_is_sent_again_continues_its_task(programs, online, folder, t
     programs.run(*send)
     assert max(server.scalars["run", "communications"]) == 3
     log.write_text(whole)
+    summary.write_text(completed)
     programs.run(*send)
     assert server.scalars == expected_scalars(read_run(folder))
     assert server.names().count("tasks.create") == 1
