@@ -1,5 +1,6 @@
 """Local processes without torchrun."""
 
+import gc
 import os
 import signal
 import threading
@@ -49,10 +50,19 @@ def launch(function: Callable[..., Any], *arguments: Any, processes: int) -> lis
 
 
 def _call(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call the function and close the connections, so that a process that still waits for this one gets an error."""
+    """Call the function and close the connections, so that a process that still waits for this one gets an error.
+
+    torch's launcher keeps this process alive until all have ended, also after `sys.exit(0)`.
+    """
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, cores() // int(os.environ["LOCAL_WORLD_SIZE"])))
-    result = function(*arguments)
+    result = None
+    try:
+        result = function(*arguments)
+    except SystemExit as end:
+        if end.code:
+            raise
+    gc.collect()  # connections stay open while anything refers to them, such as a Worker in a reference cycle
     if dist.is_initialized():
         dist.destroy_process_group()
     return result

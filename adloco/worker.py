@@ -688,7 +688,7 @@ def _shapes(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Size]:
     return {name: tensor.shape for name, tensor in tensors.items()}
 
 
-_COUNTS = ("steps", "rounds", "communications", "bytes_communicated")
+_COUNTS = ("steps", "rounds", "communications", "bytes_communicated", "effective_batch")
 
 
 # The configuration keys of the arguments.

@@ -218,3 +218,5 @@ if __name__ == "__main__":
         main(options.folder, options.only)
     except ConfigError as error:
         sys.exit("\n".join(f"error: {problem}" for problem in error.problems))
+    except OSError as error:
+        sys.exit(f"error: {error}")

@@ -51,7 +51,7 @@ def differ_in_data(runs: Sequence[RunData]) -> bool:
 
 def _names(runs: Sequence[RunData]) -> list[str]:
     """Return the runs' own names, or those of their folders; paths where names are equal."""
-    names = [str(run.config.get("run_name") or run.folder.name) for run in runs]
+    names = [str(run.config.get("run_name") or run.name) for run in runs]
     return names if len(set(names)) == len(names) else [str(run.folder) for run in runs]
 
 

@@ -4,6 +4,8 @@ import ast
 import dataclasses
 import json
 import random
+import runpy
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -31,6 +33,13 @@ def samples(tmp_path_factory):
         make_samples.main(folder, QUICK)
     assert {path.name for path in folder.iterdir()} == set(QUICK)
     return folder
+
+
+def test_a_folder_that_cannot_be_written_is_one_line(tmp_path, monkeypatch):
+    (tmp_path / "samples").write_text("")
+    monkeypatch.setattr(sys, "argv", ["make_samples.py", str(tmp_path / "samples"), "--only", "c4"])
+    with pytest.raises(SystemExit, match=r"^error: \[Errno 17\] File exists: "):
+        runpy.run_path(make_samples.__file__, run_name="__main__")
 
 
 def run(programs: Programs, config: str, folder: Path, *overrides: str) -> dict:

@@ -430,6 +430,7 @@ def test_a_state_fits_a_model_whose_layers_are_compiled(alone):
     worker = adloco.Worker(model, torch.optim.AdamW(model.parameters(), lr=1e-2), batch=4)
     worker.load_state_dict(alone.worker.state_dict())
     assert torch.equal(model[2].weight, alone.model[2].weight)
+    assert worker.effective_batch == alone.worker.effective_batch == 4
 
 
 def test_a_fixed_batch_is_that_of_the_argument_and_not_of_the_state(alone):

@@ -5,6 +5,7 @@ import math
 import platform
 import re
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -172,6 +173,11 @@ def test_the_report_holds_everything_and_needs_no_other_file(run):
     for text in (f"{run.summary['final_metric']:,.2f}", "completed", "trainer 0", "after round 2", "training loss"):
         assert text in page, text
     assert page.count("<tr class=changed>") >= 5
+
+
+def test_the_report_of_the_folder_where_one_is_has_its_name(run, monkeypatch):
+    monkeypatch.chdir(run.folder)
+    assert f"<h1>{run.folder.name} <span" in run_body(read_run(Path()))
 
 
 def test_warnings_are_in_the_report_with_their_counts(run):

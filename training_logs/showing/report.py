@@ -273,7 +273,7 @@ def run_body(run: RunData) -> str:
     status = html.escape(summary["status"])
     subject = f"{run.config['model_type']} on {summary['dataset']} - {summary['data_source']}"
     parts = [
-        f"<h1>{html.escape(run.folder.name)} <span class='status {status}'>{status}</span></h1>",
+        f"<h1>{html.escape(run.name)} <span class='status {status}'>{status}</span></h1>",
         f"<p class=dim>{html.escape(subject)}</p>",
         _error(run),
         _warnings(run),
@@ -290,5 +290,5 @@ def run_body(run: RunData) -> str:
 def write_report(run: RunData) -> Path:
     """Write report.html beside the plots; return its path."""
     path = run.report_dir / "report.html"
-    write_text_atomically(path, page(run.folder.name, run_body(run)))
+    write_text_atomically(path, page(run.name, run_body(run)))
     return path

@@ -40,20 +40,19 @@ def damage_reported(folder: Path) -> Iterator[None]:
         raise RunFolderError(f"{folder}: not a run folder, or damaged: {reason}") from error
 
 
-def _whole_lines(path: Path) -> list[str]:
+def _whole_lines(path: Path) -> Iterator[str]:
     """Return the lines of a file without half a last line; a missing file has none."""
-    if not path.exists():
-        return []
-    with path.open(newline="", encoding="utf-8") as file:
-        return [line for line in file if line.endswith("\n")]
+    if path.exists():
+        with path.open(newline="", encoding="utf-8") as file:
+            yield from (line for line in file if line.endswith("\n"))
 
 
 def read_table(path: Path) -> Table:
     """Read a CSV of numbers; an empty cell is NaN, half a last line is ignored, a missing file has no rows."""
-    header, *rows = list(csv.reader(_whole_lines(path))) or [[]]
-    return np.array(
-        [tuple(float(cell or "nan") for cell in row) for row in rows], dtype=[(name, float) for name in header]
-    )
+    rows = csv.reader(_whole_lines(path))
+    columns = [(name, float) for name in next(rows, [])]
+    # One row after the other: the texts of a long log would take fifteen times its memory.
+    return np.fromiter((tuple(float(cell or "nan") for cell in row) for row in rows), dtype=columns)
 
 
 def split(rows: Table, column: str) -> dict[int, Table]:
@@ -91,6 +90,11 @@ class RunData:
     summary: Mapping[str, Any]
     rounds: Table
     merges: dict[int, Merge]
+
+    @property
+    def name(self) -> str:
+        """The name of the folder, also of one that is given as `.`."""
+        return self.folder.resolve().name
 
     @property
     def report_dir(self) -> Path:
