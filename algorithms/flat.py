@@ -92,6 +92,18 @@ def random_positions(size: int, count: int, generator: torch.Generator) -> torch
     return offsets.add_(bounds[:-1]).add_(shift).remainder_(size)
 
 
+def random_elements(blocks: Sequence[Block], count: int, generator: torch.Generator) -> torch.Tensor:
+    """Draw the positions [count] of distinct elements of these tensors, on the CPU, as `random_positions` does.
+
+    The positions are those in the flat tensor; none is in a gap.
+    """
+    sizes = torch.tensor([block.size for block in blocks])
+    ends = sizes.cumsum(0)
+    gaps = torch.tensor([block.start for block in blocks]) - (ends - sizes)  # before each tensor
+    elements = random_positions(int(ends[-1]), count, generator)
+    return elements + gaps[torch.bucketize(elements, ends, right=True)]
+
+
 # Elements of a chunk: a copy of one costs little memory. A GPU takes larger ones, as it has a few kernels for each.
 _CHUNK = {"cpu": 2**20, "cuda": 2**22}
 

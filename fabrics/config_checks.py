@@ -194,6 +194,8 @@ def _without_effect(config: Config) -> dict[str, str]:
     else:
         unread = optimizer_keys - set(INNER_OPTIMIZERS[optimizer].keys)
         reasons |= dict.fromkeys(unread, f"inner_optimizer {optimizer}")
+        if optimizer == "sgd" and config.lr_sgd is not None:
+            reasons["learning_rate_for_inner_opt"] = "lr_sgd"
     return reasons
 
 

@@ -76,12 +76,16 @@ class Decoupled(Method):
         """Return the events of the whole round, each with its fragment, and the values after the round."""
         clock = group.clock
         period = self.steps or clock.inner_steps
+        before = group.values
         found = []
         values = {}
+        if self.steps is None:  # workers are ready at the same share of a round of another length
+            values["inner_steps"] = clock.inner_steps
+            before = _rescaled(before, clock.inner_steps)
         for number, part in enumerate(self._parts(group)):
             events, after = fragment_round(
                 number,
-                group.values,
+                before,
                 clock.own_steps,
                 clock.batches,
                 clock.inner_steps,
@@ -141,6 +145,14 @@ class Decoupled(Method):
 
     def restarted(self, values: dict[str, float], workers: Collection[int] | None) -> None:
         forget(values, workers)
+
+
+def _rescaled(values: Mapping[str, float], inner_steps: int) -> dict[str, float]:
+    """Return the values with which workers are ready at the same share of a round of this many inner steps."""
+    factor = inner_steps / values.get("inner_steps", inner_steps)
+    return {
+        name: math.floor(value * factor + 0.5) if name.startswith("ready_") else value for name, value in values.items()
+    }
 
 
 class Sent(NamedTuple):

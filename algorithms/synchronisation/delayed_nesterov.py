@@ -28,8 +28,10 @@ class DelayedNesterov(Method):
     for others: a round is a span of time, in which slower workers make fewer inner steps
     (`algorithms.nodes.balance`), and fast workers arrive several times, as in the paper. The server receives a
     worker's g at once; until the worker has the answer, by the link's time there and back, it makes no step. Before
-    a merge, and before workers leave, those that have begun a leg send what they have: x and b take it, and it counts
-    as no arrival. Then every worker starts from the shared parameters.
+    a merge, and before workers leave, those that have begun a leg send what they have: x takes it, and it counts as no
+    arrival. Then every worker starts from the shared parameters.
+
+    Before a merge, and before workers leave, b is dropped: x has all that has arrived, v lacks up to K - 1 arrivals.
 
     Attributes:
         buffer: K; None: the number of workers.
@@ -142,7 +144,8 @@ class DelayedNesterov(Method):
         size = self.buffer or len(group.weights)
         for (moved,) in arrived.values():
             group.shared["parameters"].add_(moved, alpha=-group.outer.learning_rate / size)
-            group.shared["buffer"].add_(moved)
+        group.shared["buffer"].zero_()  # of trainers that merge, each may have another number of arrivals in it
+        group.values["waiting"] = 0
 
     def _arrived(self, group: Group, senders: Sequence[int]) -> Mapping[int, Sequence[torch.Tensor]]:
         incoming = group.messages(tensors=1, through="server", senders=senders)

@@ -1,6 +1,8 @@
 """Eager updates: DiLoCo whose mean takes a whole round to arrive, while a worker's own part is there at once
 (arXiv 2502.12996)."""
 
+from collections.abc import Collection
+
 import torch
 
 from algorithms.synchronisation.diloco import nesterov_step
@@ -11,19 +13,20 @@ from algorithms.synchronisation.method import Capabilities, Method
 class EagerDiLoCo(Method):
     """Worker m, with weight w_m in means, starts a round from its own x_m, moves by D_m, and does not wait for others:
 
-        E_m = D' + w_m (D_m - D_m');  v_m = mu v_m + E_m;  x_m = x_m - lr (E_m + mu v_m)
+        E_m = D' + w_m D_m - w_m' D_m';  v_m = mu v_m + E_m;  x_m = x_m - lr (E_m + mu v_m)
 
-    D' and D_m' are those of the previous round, 0 in the first. D = mean_m D_m is sent during the next round.
+    D', D_m' and w_m' are those of the previous round, 0 in the first. D = mean_m D_m is sent during the next round.
 
-    The weighted mean of all x_m is evaluated, saved and merged; the paper does not say what to evaluate.
+    The weighted mean of all x_m is evaluated, saved and merged; the paper does not say what to evaluate. It lacks
+    (1 - s) D' of what the workers have learned, with s = sum_m w_m^2. The trainer keeps this part, and worker m the
+    deviation of w_m D_m from s D. So trainers can merge, and a new worker, whose deviation is 0, counts as one that
+    moved like the mean. So does every worker that restarts from the mean, after a merge or after others have left.
 
-    A worker keeps D_m' - D', so that a new worker, with zeros, counts as one that moved like the mean, and the mean can
-    be merged. A new worker's velocity is 0; in a merge workers keep theirs. A lone worker's E is D: nothing of it is
-    left for the next round, whose D' is 0.
+    A new worker's velocity is 0; in a merge workers keep theirs. A lone worker's E is D, and it leaves nothing.
     """
 
     capabilities = Capabilities(averages_copies=True, overlaps=True, temporaries=2.0, shards=True)
-    state = ("mean",)
+    state = ("pending",)
     worker_state = ("velocity", "deviation")
     keeps = "anchor"
 
@@ -34,15 +37,20 @@ class EagerDiLoCo(Method):
         own = worker.start - worker.parameters
         deviation = worker.state["deviation"]
         weight = group.weights[worker.index]
-        last_mean = worker.to_device(group.shared["mean"])
-        eager = last_mean.mul(1 - weight).add_(deviation, alpha=-weight).add_(own, alpha=weight)
+        if group.values.get("restarted"):
+            deviation.zero_()
+        eager = torch.sub(worker.to_device(group.shared["pending"]), deviation).add_(own, alpha=weight)
         nesterov_step(worker.start, eager, worker.state["velocity"], group.outer.learning_rate, group.outer.momentum)
-        deviation.copy_(own)
+        torch.mul(own, weight, out=deviation)
         return own
 
     def apply(self, group: Group, mean: torch.Tensor) -> None:
+        applied = sum(weight**2 for weight in group.weights)
         for worker in group.local_workers:
-            worker.state["deviation"].sub_(worker.to_device(mean))
-        group.shared["mean"].copy_(mean)
-        if group.lone:
-            group.shared["mean"].zero_()
+            worker.state["deviation"].sub_(worker.to_device(mean), alpha=applied)
+        torch.mul(mean, 1 - applied, out=group.shared["pending"])
+        group.values["restarted"] = 0
+
+    def restarted(self, values: dict[str, float], workers: Collection[int] | None) -> None:
+        if workers is None:
+            values["restarted"] = 1

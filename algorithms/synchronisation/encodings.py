@@ -127,8 +127,8 @@ class Integers(Encoding):
         levels = 2 ** (self.bits - 1) - 1
         blocks = self._blocks(tensor)
         scales = (blocks.abs().amax(1, keepdim=True) / float(levels)).float()
-        smallest = torch.finfo(torch.float32).tiny  # a block of zeros stays zero
-        quotients = blocks.div(scales.clamp_min(smallest)).round_().clamp_(-levels, levels)
+        divisors = scales.where(scales > 0.0, 1.0)  # a block of zeros stays zero
+        quotients = blocks.div(divisors).round_().clamp_(-levels, levels)
         codes = quotients.to(torch.int8).view(torch.uint8).bitwise_and_(2**self.bits - 1)
         return torch.cat([pack(codes, self.bits), scales.view(torch.uint8)], 1)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from algorithms.flat import random_positions
+from algorithms.flat import random_elements
 from algorithms.synchronisation.group import Group
 from algorithms.synchronisation.method import Capabilities, Method, require
 
@@ -94,10 +94,10 @@ class LoCoDL(Method):
             return
         y = group.shared["parameters"]
         workers = len(group.weights)
-        size = len(y)
+        size = group.model.parameter_count
         count = size if group.lone else max(1, round(self.density * size))
         omega = size / count - 1
-        positions = [random_positions(size, count, generator) for _ in range(workers)]
+        positions = [random_elements(group.model.blocks, count, generator) for _ in range(workers)]
         arrived = self._exchange_messages(group, positions)
         if len(arrived) < workers:
             return
@@ -120,7 +120,7 @@ class LoCoDL(Method):
         """Return every worker's C_m(x_m - y) at its positions, by number."""
         y = group.shared["parameters"]
         count = len(positions[0])
-        factor = len(y) / count
+        factor = group.model.parameter_count / count
         messages = group.messages(count * y.element_size())
         for worker in group.local_workers:
             own = worker.to_device(positions[worker.index])

@@ -42,7 +42,7 @@ class SparseLoCo(Method):
         require(self, "above 0 and at most 1", lambda value: 0 < value <= 1, "density")
         require(self, "from 1 to 2^31", lambda value: 1 <= value <= 2**31, "chunk")
         require(self, "from 0 to 1", lambda value: 0 <= value <= 1, "error_decay")
-        require(self, f"from 1 to 8, or {PLAIN_BITS}", lambda value: value in (*range(1, 9), PLAIN_BITS), "bits")
+        require(self, f"from 2 to 8, or {PLAIN_BITS}", lambda value: value in (*range(2, 9), PLAIN_BITS), "bits")
 
     @property
     def capabilities(self) -> Capabilities:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from algorithms.flat import random_positions
+from algorithms.flat import random_elements
 from algorithms.synchronisation.diloco import diloco_step
 from algorithms.synchronisation.group import Group
 from algorithms.synchronisation.method import OUTER_KEYS, Capabilities, Method, require
@@ -47,9 +47,8 @@ class SPARTA(Method):
         return range(1, group.clock.inner_steps + 1)
 
     def exchange(self, group: Group) -> None:
-        size = len(group.shared["parameters"])
-        count = max(1, round(self.share * size))
-        positions = random_positions(size, count, group.clock.generator())
+        count = max(1, round(self.share * group.model.parameter_count))
+        positions = random_elements(group.model.blocks, count, group.clock.generator())
         incoming = group.mean(group.shared["parameters"].new_empty(count), "parameters")
         for worker in group.local_workers:
             incoming.add(worker, worker.parameters[worker.to_device(positions)])

@@ -56,8 +56,8 @@ def outcome(name: str, values: dict) -> dict:
 
 
 def idle(name: str, values: dict) -> set[str]:
-    """Return the keys with a warning, if all have other values."""
-    return {line.split(":")[0] for line in idle_keys(matrix.config_of(name, **RUN | values | OTHER))}
+    """Return the keys of OTHER with a warning, if all have other values."""
+    return {line.split(":")[0] for line in idle_keys(matrix.config_of(name, **RUN | values | OTHER))} & OTHER.keys()
 
 
 def test_every_declared_key_is_tried():
@@ -110,6 +110,10 @@ def test_defaults_have_no_warning():
         ({"single_seed": True}, ["single_seed: has no effect with need_to_reinit_output_layers false"]),
         ({"lr_sgd": 0.1}, ["lr_sgd: has no effect with inner_optimizer adamw"]),
         ({"lr_sgd": 0.1, "inner_optimizer": "sgd"}, []),
+        (
+            {"lr_sgd": 0.1, "inner_optimizer": "sgd", "learning_rate_for_inner_opt": 0.1},
+            ["learning_rate_for_inner_opt: has no effect with lr_sgd"],
+        ),
         ({"link": "1Gb/s"}, ["link: has no effect with time_budget null and node_speeds null"]),
         ({"link": "1Gb/s", "node_speeds": [1, 1, 1, 1]}, []),
         (

@@ -10,11 +10,12 @@ import pytest
 import torch
 import yaml
 
-from algorithms.flat import Block, layer_fragments, random_positions, sketch
+from algorithms.flat import Block, layer_fragments, random_elements, random_positions, sketch
 from algorithms.synchronisation import METHODS, noloco
 from algorithms.synchronisation.diloco import nesterov_step
 from algorithms.synchronisation.fda import variance_estimate
 from fabrics.config_checks import CHECKS
+from fabrics.training import inner_loop
 from fabrics.training.method_config import method_of
 from fabrics.training.worker import COPY, ERROR, Node
 from tests.support import oracles
@@ -328,32 +329,90 @@ def test_streaming_keeps_the_error_of_every_fragment():
     assert 0 < (trainer.parameters - exact.parameters).abs().max() < 1e-3
 
 
+def eager_moves(trainer: Trainer) -> list[torch.Tensor]:
+    """Train a round, and return each D_m, from the mean and the deviation of w_m D_m from M w_m^2 of the mean."""
+    train(trainer, 1, 2)
+    share = 1 / len(trainer.nodes)
+    mean = trainer.shared["pending"] / (1 - share)
+    return [worker.state["deviation"] / share + mean for worker in trainer.local_workers.values()]
+
+
 def test_a_new_worker_counts_as_one_that_moved_like_the_mean():
     trainer = trainer_of(2, distributed_algo="EagerDiLoCo")
-    train(trainer, 2, 2)
-    mean = trainer.shared["mean"].clone()
+    mean = sum(eager_moves(trainer)) / 2
     trainer.assign_nodes(tuple(Node(index, CPU, 64) for index in range(3)))
     start = trainer.local_workers[2].state[COPY].clone()
     assert torch.equal(start, trainer.parameters)
-    train(trainer, 1, 2)
+    own = eager_moves(trainer)[2]
+    eager = mean / 2 + own / 3  # the mean of the two has half of D' already
     new = trainer.local_workers[2].state
-    own = new["deviation"] + trainer.shared["mean"]  # D_m of the round
-    eager = mean + (own - mean) / 3
     torch.testing.assert_close(new["velocity"], eager, rtol=0, atol=1e-12)
     torch.testing.assert_close(start - new[COPY], 0.7 * 1.9 * eager, rtol=0, atol=1e-12)
 
 
+def test_workers_that_remain_count_as_ones_that_moved_like_the_mean():
+    trainer = trainer_of(3, distributed_algo="EagerDiLoCo", outer_momentum=0.0)
+    mean = sum(eager_moves(trainer)) / 3
+    trainer.assign_nodes(trainer.nodes[:2])
+    start = trainer.parameters.clone()
+    for own, worker in zip(eager_moves(trainer), trainer.local_workers.values(), strict=True):
+        eager = mean * 2 / 3 + own / 2
+        torch.testing.assert_close(start - worker.state[COPY], 0.7 * eager, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("workers", [(4, 4, 1), (1, 4, 4, 1), (2, 4, 2, 1)], ids=str)
+@pytest.mark.parametrize("merges", [False, True])
+def test_eager_updates_apply_every_move_once_whatever_workers_come_and_go(workers, merges, monkeypatch):
+    """Every worker moves by the same in every round, and the last round is that of a lone worker."""
+
+    def constant(model, examples, plan, indices, probe):
+        model.gradient.add_(1.0)
+        return torch.zeros(()), []
+
+    monkeypatch.setattr(inner_loop, "accumulate_gradients", constant)
+    own = {
+        "inner_optimizer": "sgd",
+        "gradient_clipping": None,
+        "outer_momentum": 0.0,
+        "learning_rate_for_outer_opt": 1.0,
+    }
+    trainer = trainer_of(workers[0], distributed_algo="EagerDiLoCo", **own)
+    start = trainer.parameters.clone()
+    for number, count in enumerate(workers):
+        trainer.assign_nodes(tuple(Node(index, CPU, 64) for index in range(count)))
+        train(trainer, 1, 1)
+        if merges and number == 1:
+            other = trainer_of(3, distributed_algo="EagerDiLoCo", **own)
+            other.id = 1
+            train(other, 2, 1)
+            trainer.absorb([other], {0: 0.25, 1: 0.75})
+    trainer.worker_group.refresh()
+    moved = (start - trainer.parameters).mean().item()
+    assert moved == pytest.approx(len(workers) * trainer.worker_group._config.learning_rate_for_inner_opt, rel=1e-9)
+
+
 def test_a_lone_eager_worker_leaves_nothing_for_the_round_in_which_another_joins():
-    """Its D was applied in full, so that D' is 0: the next step is that of E_m = D_m / 2."""
+    """Its D was applied in full, so that nothing is pending: the next step is that of E_m = D_m / 2."""
     trainer = trainer_of(1, distributed_algo="EagerDiLoCo", outer_momentum=0.0, **{"max_requested_batch": 4})
     train(trainer, 2, 2)
-    assert not trainer.shared["mean"].any()
+    assert not trainer.shared["pending"].any()
     trainer.assign_nodes(tuple(Node(index, CPU, 64) for index in range(2)))
     start = trainer.parameters.clone()
-    train(trainer, 1, 2)
-    for worker in trainer.local_workers.values():
-        own = worker.state["deviation"] + trainer.shared["mean"]
+    for own, worker in zip(eager_moves(trainer), trainer.local_workers.values(), strict=True):
         torch.testing.assert_close(start - worker.state[COPY], 0.7 * own / 2, rtol=0, atol=1e-12)
+
+
+def test_positions_of_elements_are_never_in_a_gap_between_tensors():
+    blocks = [Block("a", 0, (1,)), Block("b", 16, (3, 5)), Block("c", 32, (16,)), Block("d", 48, (2,))]
+    own = {place for block in blocks for place in range(block.start, block.start + block.size)}
+    generator = torch.Generator().manual_seed(0)
+    assert set(random_elements(blocks, len(own), generator).tolist()) == own
+    seen = set()
+    for _ in range(200):
+        drawn = random_elements(blocks, 5, generator).tolist()
+        assert len(set(drawn)) == 5
+        seen |= set(drawn)
+    assert seen == own
 
 
 # Bytes
@@ -551,7 +610,7 @@ def test_the_linear_estimate_is_never_below_the_variance_and_the_sketch_hardly_e
         ("NoLoCo", {"pairs": 2}, "pairs: NoLoCo has no such parameter; it has group, consensus"),
         ("LoCoDL", {"density": 1.5}, "density: must be larger than 0 and at most 1, got 1.5"),
         ("SparseLoCo", {"chunk": 0}, "chunk: must be from 1 to 2^31, got 0"),
-        ("SparseLoCo", {"bits": 9}, "bits: must be from 1 to 8, or 32, got 9"),
+        ("SparseLoCo", {"bits": 1}, "bits: must be from 2 to 8, or 32, got 1"),
         ("DeMo", {"chunk": 8, "top_k": 65}, "top_k: must be at most chunk x chunk, 64, got 65"),
         ("FDA", {"monitor": "exact"}, "monitor: should be 'linear' or 'sketch', got 'exact'"),
         ("FDA", {"check_every": 9, "max_inner_steps": 8}, "check_every: must be at most max_inner_steps, 8, got 9"),

@@ -257,14 +257,34 @@ def test_a_worker_that_replaces_another_begins_a_leg():
     assert [values[f"begun_{worker}"] for worker in range(4)] == [4, 4, 1, 1]
 
 
-def test_momentum_takes_the_mean_of_all_that_wait_when_workers_have_left():
+def test_momentum_waits_for_new_arrivals_after_workers_have_left():
     trainer = of_speeds("DelayedNesterov", {"steps": 5}, [1.0, 0.75, 0.5, 0.5])
     train(trainer, 3, H)
+    assert trainer.worker_group.values["waiting"] == 3
     trainer.assign_nodes(trainer.nodes[:2])
-    assert trainer.worker_group.values == {"waiting": 3}
+    assert trainer.worker_group.values == {"waiting": 0}
+    assert not trainer.shared["buffer"].any()
     before = {name: tensor.clone() for name, tensor in trainer.shared.items()}
-    train(trainer, 1, 5)  # one worker arrives: the fourth, of a buffer that now has two
-    velocity = trainer.shared["velocity"]
-    moved = before["parameters"] - trainer.parameters - 0.7 * 0.9 * velocity  # 0.7 g / 2
-    mean = (before["buffer"] + moved * 2 / 0.7) / 4
-    torch.testing.assert_close(velocity, 0.9 * before["velocity"] + mean, rtol=0, atol=1e-12)
+    train(trainer, 1, 5)  # one worker arrives: the first of two
+    assert torch.equal(trainer.shared["velocity"], before["velocity"])
+    moved = before["parameters"] - trainer.parameters  # 0.7 g / 2
+    torch.testing.assert_close(trainer.shared["buffer"], moved * 2 / 0.7, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("lengths", [(H, H - 3), (H - 3, H)], ids=["the last is shorter", "the last is longer"])
+def test_a_round_of_another_length_ends_with_an_exchange(lengths):
+    """With equal speeds, one fragment and no link Decoupled is DiLoCo, whatever the length of a round."""
+    found = []
+    for method, parameters in (("Decoupled", {"fragments": 1}), ("DiLoCo", {})):
+        trainer = of_speeds(method, parameters, EQUAL)
+        for steps in lengths:
+            train(trainer, 1, steps)
+        found.append(trainer.parameters)
+    torch.testing.assert_close(*found, rtol=0, atol=1e-12)
+
+
+def test_fragments_are_sent_at_the_same_shares_of_a_shorter_round():
+    trainer = of_speeds("Decoupled", {"fragments": 2}, EQUAL)
+    for steps, stops in ((12, [6, 12]), (9, [5, 9]), (12, [7, 12])):  # 5 of 9 are 7 of 12
+        events = train(trainer, 1, steps)[0].events
+        assert sorted({event.step for event in events}) == stops
