@@ -92,15 +92,19 @@ def random_positions(size: int, count: int, generator: torch.Generator) -> torch
     return offsets.add_(bounds[:-1]).add_(shift).remainder_(size)
 
 
-def random_elements(blocks: Sequence[Block], count: int, generator: torch.Generator) -> torch.Tensor:
+def random_elements(blocks: Sequence[Block], size: int, count: int, generator: torch.Generator) -> torch.Tensor:
     """Draw the positions [count] of distinct elements of these tensors, on the CPU, as `random_positions` does.
 
     The positions are those in the flat tensor; none is in a gap.
+
+    size: of all tensors together.
     """
+    elements = random_positions(size, count, generator)
+    if blocks[-1].slice.stop == size:  # no gaps, as in most models
+        return elements
     sizes = torch.tensor([block.size for block in blocks])
     ends = sizes.cumsum(0)
     gaps = torch.tensor([block.start for block in blocks]) - (ends - sizes)  # before each tensor
-    elements = random_positions(int(ends[-1]), count, generator)
     return elements + gaps[torch.bucketize(elements, ends, right=True)]
 
 

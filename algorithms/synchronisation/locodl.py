@@ -97,7 +97,7 @@ class LoCoDL(Method):
         size = group.model.parameter_count
         count = size if group.lone else max(1, round(self.density * size))
         omega = size / count - 1
-        positions = [random_elements(group.model.blocks, count, generator) for _ in range(workers)]
+        positions = [random_elements(group.model.blocks, size, count, generator) for _ in range(workers)]
         arrived = self._exchange_messages(group, positions)
         if len(arrived) < workers:
             return

@@ -47,8 +47,9 @@ class SPARTA(Method):
         return range(1, group.clock.inner_steps + 1)
 
     def exchange(self, group: Group) -> None:
-        count = max(1, round(self.share * group.model.parameter_count))
-        positions = random_elements(group.model.blocks, count, group.clock.generator())
+        size = group.model.parameter_count
+        count = max(1, round(self.share * size))
+        positions = random_elements(group.model.blocks, size, count, group.clock.generator())
         incoming = group.mean(group.shared["parameters"].new_empty(count), "parameters")
         for worker in group.local_workers:
             incoming.add(worker, worker.parameters[worker.to_device(positions)])

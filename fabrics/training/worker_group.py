@@ -406,6 +406,8 @@ class WorkerGroup:
         lost = frozenset(state["lost"])
         healthy = [index for index in range(before) if index not in lost]
         keeps_mean = len(self) < before and self.method.capabilities.averages_copies
+        if keeps_mean:
+            self.method.restarted(self.values, None)
         self.to_restart = lost & set(range(len(self)))
         for index, worker in self.local.items():
             if index < before:

@@ -115,6 +115,8 @@ def test_what_workers_learned_that_a_resumed_run_has_no_more_stays_in_the_mean()
     assert len(copies(again)) == 2
     for copy in copies(again):
         torch.testing.assert_close(copy, mean, rtol=1e-6, atol=1e-7)
+    assert first.trainers[0].worker_group.values["since"] > 0
+    assert again.trainers[0].worker_group.values["since"] == 0  # all begin at the mean
 
 
 # Workers that are lost or go

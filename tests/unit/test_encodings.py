@@ -62,6 +62,12 @@ def test_integers_equal_numpy(count, bits):
     np.testing.assert_array_equal(Integers(bits=bits).round_trip(tensor).numpy(), expected)
 
 
+def test_integers_of_tiny_values_have_a_tiny_error():
+    tensor = values(256) * 1e-37
+    error = (INT8.round_trip(tensor) - tensor).abs().max()
+    assert error <= 0.51 * tensor.abs().max() / 127
+
+
 def test_int4_has_two_values_in_a_byte_the_first_in_its_lower_half():
     tensor = torch.tensor([7.0, -7.0, 1.4, -1.0, 0.0, 3.5])
     row = INT4.encode(tensor)[0]

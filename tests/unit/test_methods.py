@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from torch import nn
 
 from algorithms.flat import Block, layer_fragments, random_elements, random_positions, sketch
 from algorithms.synchronisation import METHODS, noloco
@@ -19,7 +20,7 @@ from fabrics.training import inner_loop
 from fabrics.training.method_config import method_of
 from fabrics.training.worker import COPY, ERROR, Node
 from tests.support import oracles
-from tests.support.helpers import CPU, in_one_type, make_config, make_trainer, tiny_llama, train
+from tests.support.helpers import CPU, VOCABULARY, in_one_type, make_config, make_trainer, tiny_llama, train
 from tests.support.synchronising import EXAMPLES, assert_equals_oracle, problem_of, trainer_of
 from trainers import Trainer
 from utils.config.reading import parse_config
@@ -329,6 +330,22 @@ def test_streaming_keeps_the_error_of_every_fragment():
     assert 0 < (trainer.parameters - exact.parameters).abs().max() < 1e-3
 
 
+class Tiny(nn.Module):
+    """A model whose tensors of one element and of odd sizes leave gaps between them."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, 1)
+        self.factors = nn.ParameterList(nn.Parameter(torch.ones(1)) for _ in range(24))
+        self.head = nn.Linear(1, VOCABULARY)
+
+    def forward(self, input_ids):
+        hidden = self.embedding(input_ids)
+        for factor in self.factors:
+            hidden = hidden * factor
+        return SimpleNamespace(logits=self.head(hidden))
+
+
 def eager_moves(trainer: Trainer) -> list[torch.Tensor]:
     """Train a round, and return each D_m, from the mean and the deviation of w_m D_m from M w_m^2 of the mean."""
     train(trainer, 1, 2)
@@ -406,13 +423,29 @@ def test_positions_of_elements_are_never_in_a_gap_between_tensors():
     blocks = [Block("a", 0, (1,)), Block("b", 16, (3, 5)), Block("c", 32, (16,)), Block("d", 48, (2,))]
     own = {place for block in blocks for place in range(block.start, block.start + block.size)}
     generator = torch.Generator().manual_seed(0)
-    assert set(random_elements(blocks, len(own), generator).tolist()) == own
+    assert set(random_elements(blocks, len(own), len(own), generator).tolist()) == own
     seen = set()
     for _ in range(200):
-        drawn = random_elements(blocks, 5, generator).tolist()
+        drawn = random_elements(blocks, len(own), 5, generator).tolist()
         assert len(set(drawn)) == 5
         seen |= set(drawn)
     assert seen == own
+
+
+@pytest.mark.parametrize(
+    ("method", "parameters"), [("SPARTA", {"share": 0.5}), ("LoCoDL", {"probability": 1.0, "density": 0.5})]
+)
+def test_gaps_between_tensors_are_not_sent(method, parameters):
+    values = {"sampling_method": "none", "gradient_clipping": None}
+    model = Tiny()
+    trainer = make_trainer(
+        model, make_config(distributed_algo=method, synchronisation=parameters, **values), EXAMPLES, 2
+    )
+    elements = sum(parameter.numel() for parameter in model.parameters())
+    assert len(trainer.parameters) > 2 * elements
+    (report,) = train(trainer, 1, 1)
+    half = round(0.5 * elements)
+    assert report.bytes_synchronised == 2 * half * 4
 
 
 # Bytes
