@@ -3,7 +3,7 @@
     python -m benchmarks.compare.plan --nodes 4 --speed 350 --link 10Mb/s,1ms --seconds 80
 
 Prints the best plan of each kind (one worker, synchronous, DiLoCo) by the formula of `objective: time`, with the
-settings of run.py, and says what about it no recorded run has.
+settings of run.py.
 """
 
 import argparse
@@ -56,21 +56,6 @@ def step_seconds(options: argparse.Namespace, plan: RoundPlan) -> float:
     return plan.batch / plan.workers / options.speed
 
 
-def extrapolations(options: argparse.Namespace, kind: str, situation: Situation, plan: RoundPlan) -> list[str]:
-    """Return in words what about a plan no recorded run has."""
-    found = []
-    if options.parameters != PARAMETERS:
-        found.append(f"recorded runs have {PARAMETERS:,} parameters")
-    if kind == "DiLoCo":
-        exchange = situation.exchange_seconds[plan.workers - 1]
-        rounds = options.seconds / (plan.inner_steps * step_seconds(options, plan) + exchange)
-        if round(rounds) < LEAST_ROUNDS:
-            found.append(f"recorded runs have at least {LEAST_ROUNDS} rounds, this one {rounds:.1f}")
-        if plan.inner_steps < INNER_STEPS[0]:
-            found.append(f"recorded rounds have {INNER_STEPS[0]} to {INNER_STEPS[1]} inner steps")
-    return found
-
-
 def settings(options: argparse.Namespace, kind: str, plan: RoundPlan) -> str:
     """Return the overrides of run.py that simulate a plan."""
     speeds = "[" + ",".join([f"{options.speed:g}"] * plan.workers) + "]"
@@ -83,7 +68,13 @@ def settings(options: argparse.Namespace, kind: str, plan: RoundPlan) -> str:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser("python -m benchmarks.compare.plan", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        "python -m benchmarks.compare.plan",
+        description=__doc__.splitlines()[0],
+        epilog=f"The recorded runs have {PARAMETERS:,} parameters, at most {MOST_WORKERS} workers, "
+        f"and at least {LEAST_ROUNDS} rounds of {INNER_STEPS[0]} to {INNER_STEPS[1]} inner steps. Other plans "
+        "are extrapolated.",
+    )
     parser.add_argument("--nodes", type=int, required=True, help="equal nodes")
     parser.add_argument("--speed", type=float, required=True, help="examples per second of a node")
     parser.add_argument("--link", required=True, help="link of a node, such as 10Mb/s,1ms")
@@ -107,13 +98,9 @@ def main(arguments: list[str] | None = None) -> None:
             print(f"{kind}: makes no step in this time")
         else:
             print(f"{kind}: worth {remaining_worth(situation, plan):,.0f} examples of a very small batch")
-            for difference in extrapolations(options, kind, situation, plan):
-                print(f"  extrapolated: {difference}")
             print(f"  python run.py {settings(options, kind, plan)}")
     if options.nodes > MOST_WORKERS:
-        print(
-            f"recorded runs of DiLoCo have up to {MOST_WORKERS} workers: {options.nodes - MOST_WORKERS} nodes are idle"
-        )
+        print(f"{options.nodes - MOST_WORKERS} nodes are idle: recorded runs have at most {MOST_WORKERS} workers")
 
 
 if __name__ == "__main__":

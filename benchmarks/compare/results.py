@@ -70,13 +70,6 @@ def paired_difference(ours: Mapping[int, float], theirs: Mapping[int, float], lo
     return Difference(shown(mean), (shown(mean - half), shown(mean + half)), lower_is_better)
 
 
-def same_data(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> bool:
-    """Return True if two outcomes come from the same data; without a digest, by the metric of the untrained model."""
-    if "data" in ours and "data" in theirs:
-        return ours["data"] == theirs["data"]
-    return math.isclose(ours["curves"]["metric"][0], theirs["curves"]["metric"][0], rel_tol=1e-4)
-
-
 @dataclass(frozen=True)
 class Results:
     """One comparison, from the JSON values that compare.py writes."""
@@ -164,16 +157,13 @@ class Results:
     def difference(self, method: str) -> Difference | None:
         """Return the difference from the method's reference over the seeds of both.
 
-        None if a seed of either stopped or had other data, or if they have no seed in common.
+        None if a seed of either stopped, or if they have no seed in common.
         """
         reference = self.references[method]
         if self.stopped(method) or self.stopped(reference):
             return None
-        theirs = {run["seed"]: run for run in self.runs[reference]}
-        pairs = [(run, theirs[run["seed"]]) for run in self.runs[method] if run["seed"] in theirs]
-        if not pairs or not all(same_data(run, other) for run, other in pairs):
-            return None
-        return paired_difference(self.finals(method), self.finals(reference), self.sign > 0)
+        ours, theirs = self.finals(method), self.finals(reference)
+        return paired_difference(ours, theirs, self.sign > 0) if ours.keys() & theirs.keys() else None
 
     def verdict(self, method: str, axis: str) -> str:
         """Return the verdict on a method at equal usage.
@@ -182,7 +172,7 @@ class Results:
         """
         difference = self.difference(method)
         if difference is None:
-            return "not comparable: stopped or other data"
+            return "not comparable: stopped or no common seed"
         verdict = difference.verdict
         reference = self.references[method]
         shared = {run["seed"] for run in self.runs[method]} & {run["seed"] for run in self.runs[reference]}

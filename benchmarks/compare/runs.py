@@ -159,8 +159,6 @@ def outcome(data: RunData, run: Run, spec: ComparisonSpec) -> dict[str, Any]:
         return found
     metrics = {int(step): value for step, value in zip(*data.best_metrics("outer_step"), strict=True)}
     metrics[int(data.summary["outer_steps"])] = data.summary["final_metric"]
-    if min(metrics.values()) < 0.0:
-        raise ValueError(f"a negative metric, {min(metrics.values())}")
     used = usage(data)
     evaluated = np.isin(used.pop("outer_step"), list(metrics))
     curves = {"metric": [data.summary["initial_metric"], *(metrics[step] for step in sorted(metrics))]}

@@ -61,7 +61,16 @@ END = "<!-- end of gpu -->"
 TOTAL_SECONDS = 540.0  # ten minutes with start and end
 # Dense bfloat16 FLOP/s from data sheets.
 DATA_SHEETS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "RTX 4090": 165e12}
-_LARGE = {"large": "1.1B parameters", "large_with_less": "1.1B parameters with less memory"}
+# Names of the parts in the table of the page.
+LABELS = {
+    "eager": "MicroLlama, eager",
+    "compiled": "MicroLlama, compiled",
+    "graphs": "0.2M parameters",
+    "trainers": "four trainers of 0.1M parameters",
+    "exo_gym": "DiLoCo, four workers of 0.1M parameters",
+    "large": "1.1B parameters",
+    "large_with_less": "1.1B parameters with less memory",
+}
 
 MICROLLAMA = {
     "devices": ["cuda:0"],
@@ -170,7 +179,7 @@ def beside_exo_gym(device: str) -> dict:
     one, four = (f"this project in {count}" for count in ("one process", "four processes"))
     found["tokens_per_second"][one] = found["tokens_per_second"].pop("this project")
     together = trainers(device, (4,), (*_CONSTANT, *_FOUR_WORKERS))
-    found["tokens_per_second"][four] = together["tokens_per_second"]["4"]
+    found["tokens_per_second"][four] = together["tokens_per_second"]["processes=4"]
     return found
 
 
@@ -182,7 +191,7 @@ def trainers(device: str, counts: Sequence[int], overrides: Sequence[str] = ()) 
             values = [f"devices=[{device}]", f"processes={count}", f"log_dir={folder}", "trackers=[]", *overrides]
             subprocess.run([sys.executable, "run.py", *values], cwd=ROOT, capture_output=True, check=True)
             (summary,) = Path(folder).glob("*/model_training_report/summary.json")
-            found[str(count)] = json.loads(summary.read_text())["tokens_per_second"]
+            found[f"processes={count}"] = json.loads(summary.read_text())["tokens_per_second"]
     return {"tokens_per_second": found}
 
 
@@ -240,31 +249,18 @@ def section(results: Mapping) -> str:
             f"{tested[word]} {word}" for word in ("passed", "failed", "error", "skipped") if word in tested
         )
         findings.append(f"tests, including that no inner step waits for the GPU: {counts}, status {tested['status']}")
-    for name in ("eager", "compiled"):
+    for name, label in LABELS.items():
         part = parts.get(name, {})
+        shares = part.get("mfu", {})
         for key, speed in part.get("tokens_per_second", {}).items():
-            rows.append(f"| MicroLlama, {name}, {key.replace('_', ' ')} | {speed:,.0f} | {part['mfu'][key]:.1%} |")
-        if "mfu" in part:
-            ratio = part["inner_steps_of_bare_loop"]
-            share = part["statistics_share_of_200_steps"]
-            findings.append(f"MicroLlama, {name}: inner steps have {ratio:.2f} of the bare loop's speed")
-            findings.append(f"MicroLlama, {name}: the statistics take {share:.1%} of a round of 200 steps")
-    small = parts.get("graphs", {}).get("tokens_per_second")
-    if small:
-        gains = (f"{name} {speed / small['eager']:.1f} times" for name, speed in small.items() if name != "eager")
-        findings.append(f"0.2M parameters: {small['eager']:,.0f} tokens/s in eager steps, {', '.join(gains)} as many")
-    shared = parts.get("trainers", {}).get("tokens_per_second")
-    if shared:
-        counts = ", ".join(f"{speed:,.0f} tokens/s in {count}" for count, speed in shared.items())
-        findings.append(f"four trainers of 0.1M parameters, by processes: {counts}")
-    beside = parts.get("exo_gym", {}).get("tokens_per_second")
-    if beside:
-        counts = ", ".join(f"{speed:,.0f} tokens/s in {name}" for name, speed in beside.items())
-        findings.append(f"DiLoCo, four workers of 0.1M parameters: {counts}")
-    for name, label in _LARGE.items():
-        part = parts.get(name, {})
-        for key, speed in part.get("tokens_per_second", {}).items():
-            rows.append(f"| {label}, {key.replace('_', ' ')} | {speed:,.0f} | {part['mfu'][key]:.1%} |")
+            share = f"{shares[key]:.1%}" if key in shares else ""
+            rows.append(f"| {label}, {key.replace('_', ' ')} | {speed:,.0f} | {share} |")
+        if "inner_steps_of_bare_loop" in part:
+            findings.append(
+                f"{label}: inner steps have {part['inner_steps_of_bare_loop']:.2f} of the bare loop's speed"
+            )
+            statistics = part["statistics_share_of_200_steps"]
+            findings.append(f"{label}: the statistics take {statistics:.1%} of a round of 200 steps")
         if part.get("peak_bytes"):
             peak = part["peak_bytes"] / 1e9
             findings.append(f"{label}: {peak:.1f} GB allocated, {part['planned_bytes'] / 1e9:.1f} GB estimated")

@@ -35,8 +35,6 @@ from utils.config.schema import Config, ConfigError
 from utils.distributed.devices import wait_for
 from utils.distributed.launch import cores
 
-# A round that outlasts every measurement.
-_NO_END = 10**6
 # The measured configuration.
 OVERHEAD = {
     "number_of_outer_steps": 1,
@@ -212,11 +210,9 @@ def step_speeds(config: Config, repeats: int, clock: Callable[[], float] = time.
     steps = config.number_of_inner_steps_between_outers
     bare = BareLoop(config, data, device)
     library = LibraryLoop(config, data, device, steps)
-    one_round = LibraryLoop(config, data, device, _NO_END)
     functions = {
         "bare loop": lambda: bare.run(steps),
         "loop over adloco.Worker": lambda: library.run(steps),
-        "inner steps of adloco.Worker": lambda: one_round.run(steps),
         "inner steps": lambda: inner_steps(cluster),
         "whole round": lambda: whole_round(cluster),
         "whole round with norm test": lambda: whole_round(tested),

@@ -172,22 +172,6 @@ def test_one_thread_writes_the_results_and_ends_the_process(monkeypatch):
     assert main_thread.is_alive()
 
 
-def test_a_process_that_waits_for_one_that_died_is_ended(programs):
-    """The waiting call never returns to Python, like a collective on GPUs."""
-    ended = programs.run("-c", WAITING, status=1)
-    assert re.search(r"error: rank 1 \(process \d+\) ended with status 3", ended.stderr)
-
-
-WAITING = """
-import subprocess, sys, threading
-from utils.distributed import peers
-peers.GRACE_SECONDS = 0.0
-child = subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"])
-watcher = peers.PeerWatch({1: child})
-threading.Event().wait()
-"""
-
-
 # Real processes
 
 
@@ -206,7 +190,7 @@ with Launch(2, ["-c", CHILD]) as launch:
 LATE = """
 import time
 from utils.distributed.processes import meet
-time.sleep(4.0)
+time.sleep(2.5)
 processes = meet()
 processes.gather(None)
 processes.close()
@@ -235,21 +219,13 @@ def test_a_process_ends_with_its_starter(programs):
     programs.start("-c", LAUNCHING).communicate()  # until no process holds its output
 
 
-@pytest.mark.parametrize(
-    ("trainers", "in_order", "late"), [(1, True, "rank 1"), (2, True, "rank 1"), (1, False, "another process")]
-)
-def test_a_process_that_stops_answering_in_a_round_ends_the_run_and_is_named(
-    programs, tmp_path, cache_dir, trainers, in_order, late
-):
-    """The first process waits for it in a mean of their common trainer, or at the end of the round.
-
-    A sum over all processes does not say who is missing.
-    """
-    values = {"number_of_initial_trainers": trainers, "merge_frequency": 99, "deterministic": in_order}
-    values["collective_timeout_minutes"] = 0.05
+@pytest.mark.parametrize("trainers", [1, 2])
+def test_a_process_that_stops_answering_in_a_round_ends_the_run_and_is_named(programs, tmp_path, cache_dir, trainers):
+    """The first process waits for it in a mean of their common trainer, or at the end of the round."""
+    values = {"number_of_initial_trainers": trainers, "merge_frequency": 99, "collective_timeout_minutes": 0.05}
     config = write_config(tmp_path, cache_dir, processes=2, **values)
     ended = programs.run("tests/support/killed_in_round.py", "SIGSTOP", 1, "--config", config, status=1)
-    assert f"error: {late} did not answer within collective_timeout_minutes" in ended.stdout + ended.stderr
+    assert "error: rank 1 did not answer within collective_timeout_minutes" in ended.stdout + ended.stderr
 
 
 HANG = """

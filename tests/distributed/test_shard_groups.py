@@ -199,17 +199,13 @@ def test_a_run_whose_device_dies_resumes_on_one_device(programs, cache_dir, tmp_
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the system does not tell a process's peak")
 def test_a_device_of_two_needs_little_more_than_half_of_the_memory(programs, tmp_path):
     """Training 30M parameters needs the estimated memory, and with a checkpoint not much more."""
-    for devices in (1, 2):
-        programs.torchrun(devices, "tests/support/shard_groups.py", "memory", tmp_path)
-    found = {devices: json.loads((tmp_path / f"peaks_{devices}.json").read_text()) for devices in (1, 2)}
-    for devices, (trained, _) in found.items():
-        planned = Estimate(shard_groups.memory_config(devices)).device_bytes
-        assert trained == pytest.approx([planned] * devices, rel=0.1)
-    (alone,), together = (trained for trained, _ in found.values())
-    assert max(together) <= 0.6 * alone
-    (alone,), together = (saved for _, saved in found.values())
+    programs.torchrun(2, "tests/support/shard_groups.py", "memory", tmp_path)
+    trained, saved = json.loads((tmp_path / "peaks_2.json").read_text())
+    alone, planned = (Estimate(shard_groups.memory_config(devices)).device_bytes for devices in (1, 2))
+    assert trained == pytest.approx([planned] * 2, rel=0.1)
     assert alone > 6 * 29_893_120 * 4  # parameters, gradient, x, velocity, two moments
-    assert max(together) <= 0.6 * alone
+    assert planned <= 0.6 * alone
+    assert max(saved) <= 1.2 * planned
 
 
 def test_a_device_that_runs_out_of_memory_in_a_pass_ends_the_run():

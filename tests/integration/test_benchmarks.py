@@ -22,7 +22,6 @@ def test_the_overhead_is_printed_as_ratios_to_the_bare_loop(cache_dir, capsys):
     assert [name for name, _ in rows] == [
         "bare loop",
         "loop over adloco.Worker",
-        "inner steps of adloco.Worker",
         *measured,
     ]
     assert rows[0][1] == "1.000"

@@ -493,19 +493,15 @@ def test_a_finished_run_whose_records_are_cut_is_no_outcome(tmp_path, made, name
         runner.data(run)
 
 
-@pytest.mark.parametrize(
-    ("damaged", "problem"),
-    [({"invocations": []}, "IndexError"), ({"final_metric": -1.0}, "ValueError: a negative metric, -1.0")],
-)
-def test_damaged_records_of_a_finished_run_are_one_line(tmp_path, capsys, made, damaged, problem):
+def test_damaged_records_of_a_finished_run_are_one_line(tmp_path, capsys, made):
     arguments = [str(small_comparison(tmp_path, seeds=[1])), "--runs", str(tmp_path / "runs")]
     assert compare.main([*arguments, "--output", str(tmp_path / "first")]) == 0
     path = made[0] / "run" / "model_training_report" / "summary.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | damaged))
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"invocations": []}))
     capsys.readouterr()
     assert compare.main([*arguments, "--output", str(tmp_path / "second")]) == 1
     (error,) = error_lines(capsys)
-    assert f"{made[0] / 'run'}: not a run folder, or damaged: {problem}" in error
+    assert f"{made[0] / 'run'}: not a run folder, or damaged: IndexError" in error
 
 
 def without_the_last_round(run: Path) -> None:

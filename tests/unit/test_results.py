@@ -6,9 +6,9 @@ import math
 import pytest
 
 from benchmarks.compare import results
-from benchmarks.compare.compare import carry_out
+from benchmarks.compare.compare import carry_out, same_data
 from benchmarks.compare.report import final_table, overview, page, target_table, verdict_table
-from benchmarks.compare.results import Results, mean_curve, paired_difference, same_data, used_until
+from benchmarks.compare.results import Results, mean_curve, paired_difference, used_until
 from benchmarks.compare.spec import COMPARISONS, ROOT
 
 RESULTS = ROOT / "docs" / "results"
@@ -160,8 +160,8 @@ def test_stopped_seed_takes_away_the_verdict():
     results = made_results()
     stop(results, "b", 3)
     results = Results(results.raw)
-    assert results.verdict("b", "tokens") == "not comparable: stopped or other data"
-    assert "| b | not comparable: stopped or other data |" in verdict_table(results)
+    assert results.verdict("b", "tokens") == "not comparable: stopped or no common seed"
+    assert "| b | not comparable: stopped or no common seed |" in verdict_table(results)
     assert "| b (1 of 3 seeds stopped) | 21.45 ± 2.33 | not comparable |" in final_table(results)
     stop(results, "a", 2)
     results = Results(results.raw)
@@ -216,7 +216,7 @@ def test_one_of_several_references_may_have_stopped(stopped):
     for outcome in results.raw["outcomes"]:
         outcome["completed"] = outcome["method"] != stopped
     text = page(results)
-    assert f"| {'b' if stopped == 'a' else 'd'} | {stopped} | not comparable: stopped or other data |" in text
+    assert f"| {'b' if stopped == 'a' else 'd'} | {stopped} | not comparable: stopped or no common seed |" in text
     assert f"| {'b' if stopped == 'a' else 'd'} | the reference stopped | - |" in text
     assert f"| {'d | 3 of 3: 25.30' if stopped == 'a' else 'b | 2 of 3: 23.00'} |" in text
 

@@ -37,18 +37,13 @@ def planned(capsys, **given) -> list[str]:
     return [line for line in capsys.readouterr().out.splitlines() if "python run.py" not in line]
 
 
-def test_plans_beyond_the_recorded_runs_are_named(capsys):
+def test_plans_that_are_worth_nothing_and_idle_nodes_are_named(capsys):
     assert planned(capsys, seconds=0.001, nodes=6) == [
         "one worker: makes no step in this time",
         "synchronous: worth less than one worker",
         "DiLoCo: worth less than one worker",
-        "recorded runs of DiLoCo have up to 4 workers: 2 nodes are idle",
+        "2 nodes are idle: recorded runs have at most 4 workers",
     ]
-    found = "\n".join(planned(capsys, speed=1, seconds=100, parameters=1_000_000))
-    assert "  extrapolated: recorded runs have at least 15 rounds, this one 5.6" in found
-    assert "  extrapolated: recorded rounds have 10 to 150 inner steps" in found
-    assert found.count("  extrapolated: recorded runs have 125,248 parameters") == 3
-    assert not any("extrapolated" in line for line in planned(capsys))
 
 
 def errors_of_the_formula(noise_scale: float) -> np.ndarray:
