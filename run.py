@@ -412,6 +412,7 @@ def train_and_record(cluster: "Cluster", recorder: "Observer", folder: Path) -> 
         processes.finish_by(partial(finish_for_main_thread, cluster, recorder, folder))
     try:
         with StopRequest(speaks=processes.is_main) as stop:
+            processes.stalls.signalled = stop.arrived
             evaluations = cluster.train(recorder, folder, stop)
             models = cluster.save_models(models_folder, recorder)
         if cluster.interrupted:

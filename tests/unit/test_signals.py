@@ -4,6 +4,8 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+import time
 
 import pytest
 
@@ -26,6 +28,26 @@ def test_the_first_signal_is_kept_and_announced(number, capfd):
         os.kill(os.getpid(), number)
         assert stop.requested
     assert capfd.readouterr().err.startswith(f"{number.name}: stopping after this round")
+
+
+def test_a_signal_is_seen_while_the_main_thread_waits_outside_python():
+    """There it handles none, as while it waits for a GPU."""
+    read, write = os.pipe()
+    seen = []
+
+    def look():
+        time.sleep(0.3)  # until the main thread waits
+        signal.pthread_kill(threading.get_ident(), signal.SIGTERM)
+        seen.append((stop.arrived(), stop.requested))
+        os.close(write)
+
+    with StopRequest(speaks=False) as stop:
+        assert not stop.arrived()
+        threading.Thread(target=look).start()
+        os.read(read, 1)
+        assert stop.requested
+    os.close(read)
+    assert seen == [(True, False)]
 
 
 def test_nohup_lets_a_run_outlive_its_terminal():

@@ -187,3 +187,11 @@ def test_a_process_that_publishes_nothing_more_ends_the_run(word, ends, watched,
             break
         time.sleep(0.01)
     assert store.own == b"closed"
+
+
+@pytest.mark.parametrize("signalled", [True, False])
+def test_after_a_signal_a_process_that_publishes_nothing_more_ends_the_run_soon(signalled, watched, capsys):
+    watch, statuses = watched(SilentPeer(b"between rounds#7"), SIGNALLED_SILENT_SECONDS=0.1)
+    watch.signalled = lambda: signalled
+    assert statuses.get(timeout=60.0) == 1 if signalled else goes_on(statuses, 1.0)
+    assert ("error: rank 1 has been silent for 0 s; --resume continues" in capsys.readouterr().err) is signalled

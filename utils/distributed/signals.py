@@ -11,6 +11,7 @@ reached its processes already. So a second signal within seconds of the first me
 import contextlib
 import os
 import signal
+import socket
 import threading
 import time
 from types import FrameType
@@ -49,17 +50,29 @@ class StopRequest:
         self._speaks = speaks
         self._requested_at = 0.0
         self._before: dict[int, object] = {}
+        self._arriving, self._arrived = socket.socketpair()
 
     def __enter__(self) -> "StopRequest":
-        for number in handled_signals():
+        self._arriving.setblocking(False)
+        if handled := handled_signals():
+            signal.set_wakeup_fd(self._arriving.fileno(), warn_on_full_buffer=False)
+        for number in handled:
             self._before[number] = signal.signal(number, self._on_signal)
         return self
 
     def __exit__(self, *exception) -> None:
+        if self._before:
+            signal.set_wakeup_fd(-1)
         if self.requested:  # the same signal may come again while the results are written
             return
         for number, handler in self._before.items():
             signal.signal(number, handler)
+
+    def arrived(self) -> bool:
+        """Return True if a signal came, also while the main thread waits outside Python, where it handles none."""
+        with contextlib.suppress(BlockingIOError):
+            return self.requested or bool(self._arrived.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT))
+        return False
 
     @property
     def overdue(self) -> bool:

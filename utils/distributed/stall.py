@@ -36,8 +36,10 @@ FIRST_ROUND_FACTOR = 3.0
 # it: torchrun kills the others 30 s after the signal, of which `signals.ROUND_SECONDS` have passed.
 ENDED_SECONDS = 10.0
 STOPPED_SECONDS = 3.0
-# The run ends if a process publishes nothing for this long.
+# The run ends if a process publishes nothing for this long, and for less after a signal: over nccl the others wait for
+# ever for a process that was killed, and torchrun's agent sends them the signal 30 s before it kills them.
 SILENT_SECONDS = 300.0
+SIGNALLED_SILENT_SECONDS = 8.0
 FACTOR = 10.0
 # Time for the first process, which writes the results, to say why the run ends; then another one does.
 SPEAKING_SECONDS = 5.0
@@ -55,6 +57,7 @@ class StallWatch:
 
     Attributes:
         waits_for_ever: collectives do not fail when another process ends, as over nccl.
+        signalled: returns whether a signal has asked this process to stop.
     """
 
     def __init__(self, rank: int, count: int, store: "Store | None", peers: PeerWatch):
@@ -63,6 +66,7 @@ class StallWatch:
         self._store = store
         self._peers = peers
         self.waits_for_ever = False
+        self.signalled: Callable[[], bool] = lambda: False
         self._progress: Callable[[], int] | None = None
         self._round = 0
         self._steps = 0
@@ -130,7 +134,7 @@ class StallWatch:
             looked = now
             for rank, (word, word_before) in enumerate(zip(words, words_before, strict=True)):
                 silent[rank] = silent[rank] + passed if word == word_before != _CLOSED else 0.0
-            if max(silent) > SILENT_SECONDS:
+            if max(silent) > (SIGNALLED_SILENT_SECONDS if self.signalled() else SILENT_SECONDS):
                 self._end(f"rank {silent.index(max(silent))} has been silent for {max(silent):.0f} s")
             positions = [word.partition("#")[0] for word in words]
             still = still + passed if positions == before else 0.0
