@@ -164,25 +164,19 @@ class RunFit:
 def _lawless(run: RunData) -> str | None:
     """Return the reason why a run follows none of the laws; None if it may follow one."""
     config = run.config
-    for name, unit in BUDGETS.items():
+    for name in (*BUDGETS, "smallest_worker_batch", "node_schedule", "batch_schedule"):
         if config.get(name) is not None:
-            return f"a budget sets the rounds: {config[name]:,} {unit}"
-    if config.get("smallest_worker_batch") is not None:
-        return "workers join as the batch grows (smallest_worker_batch), and a lone worker communicates nothing"
-    if config.get("node_schedule") is not None:
-        return "nodes come and go (node_schedule), and a lone worker communicates nothing"
-    if config.get("batch_schedule") is not None:
-        return "a schedule sets the batch (batch_schedule)"
+            return f"{name} sets the batch or the communications of the rounds"
+    if config.get("balance") == "steps":
+        return "workers make fewer inner steps than their rounds have (balance)"
+    if config["sampling_method"] == "none":
+        return None
     if config["sampling_method"] == "norm_test" and config.get("ETA_at_end") is not None:
         return "eta changes over the run (ETA_at_end)"
-    if config["sampling_method"] != "none" and config.get("learning_rate_schedule") == "warmup_stable_decay":
+    if config.get("learning_rate_schedule") == "warmup_stable_decay":
         return "the batch stops growing when the learning rate decays (warmup_stable_decay)"
-    tested = config["sampling_method"] != "none" and config.get("switch_mode") != "only_data_loader"
-    if tested and len(run.rounds) and (run.rounds["effective_batch"] < run.rounds["requested_batch"]).any():
-        return "requests run only in part until workers accumulate (switch_mode), so the batch stays and then jumps"
-    for (step, _), rows in run.nodes.items():
-        if step in run.by_round and (rows["inner_steps"] < run.by_round[step]["inner_steps"][0]).any():
-            return "workers make fewer inner steps than their rounds have"
+    if len(run.rounds) and (run.rounds["effective_batch"] < run.rounds["requested_batch"]).any():
+        return "requests run only in part (switch_mode)"
     return None
 
 
@@ -217,8 +211,6 @@ def fit(run: RunData, share: float = 1.0) -> RunFit:
     largest = math.inf
     if config["max_requested_batch"] is not None and fitted:
         largest = float(config["max_requested_batch"] * len(fitted[-1]))
-    if config.get("switch_mode") == "only_data_loader" and fitted:  # no worker uses more than one micro-batch
-        largest = min(largest, float((fitted[-1]["nodes"] * fitted[-1]["max_batch"]).sum()))
     return RunFit(
         laws=fit_laws(batches, largest),
         batches=batches,

@@ -14,10 +14,8 @@ import run
 from tests.support.runs import summary, write_config
 from utils.config.reading import parse_config
 from utils.distributed import launch, peers
-from utils.distributed.devices import Rank
 from utils.distributed.launch import planned_processes, threads_per_process
 from utils.distributed.peers import PeerLostError, PeerWatch
-from utils.distributed.processes import Processes
 
 
 def config(**values):
@@ -123,24 +121,6 @@ def test_a_process_that_ends_by_itself_leaves_the_reason():
     assert explained(PeerWatch(store=store)) == "rank 1 ended: ETA: must be positive"
 
 
-def test_a_store_that_is_gone_at_the_end_of_a_round_is_a_lost_process(monkeypatch):
-    """The process that keeps it has died while this one was still in its inner steps."""
-
-    class Store(HashStore):
-        def set(self, key, value):
-            if key.startswith("rounds of"):
-                raise dist.DistNetworkError("Broken pipe")
-            super().set(key, value)
-
-    monkeypatch.setattr(dist, "init_process_group", lambda *arguments, **options: None)
-    store = Store()
-    store.set("rank 0", "")
-    two = Processes(Rank(1, 2, 1, 2, 0), store, PeerWatch(store=store))
-    with pytest.raises(PeerLostError, match="another process of the run is gone: Broken pipe"):
-        two.gather_in_round(None)
-    two.stalls.close()
-
-
 @pytest.mark.parametrize(("given", "threads"), [(None, "4"), ("7", "7")])
 def test_processes_share_the_cores_for_compiling(given, threads, monkeypatch):
     name = "TORCHINDUCTOR_COMPILE_THREADS"
@@ -220,12 +200,12 @@ def test_a_process_ends_with_its_starter(programs):
 
 
 @pytest.mark.parametrize("trainers", [1, 2])
-def test_a_process_that_stops_answering_in_a_round_ends_the_run_and_is_named(programs, tmp_path, cache_dir, trainers):
+def test_a_process_that_stops_answering_in_a_round_ends_the_run(programs, tmp_path, cache_dir, trainers):
     """The first process waits for it in a mean of their common trainer, or at the end of the round."""
     values = {"number_of_initial_trainers": trainers, "merge_frequency": 99, "collective_timeout_minutes": 0.05}
     config = write_config(tmp_path, cache_dir, processes=2, **values)
     ended = programs.run("tests/support/killed_in_round.py", "SIGSTOP", 1, "--config", config, status=1)
-    assert "error: rank 1 did not answer within collective_timeout_minutes" in ended.stdout + ended.stderr
+    assert "error: another process did not answer" in ended.stdout + ended.stderr
 
 
 HANG = """

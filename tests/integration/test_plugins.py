@@ -268,12 +268,14 @@ def test_a_run_of_two_processes_records_its_plugins_and_is_resumed_elsewhere(pro
 
 
 def test_only_changed_plugins_have_a_warning(tmp_path):
+    entries = []
+
     def changed(*plugins: Plugin) -> list[str]:
         origin = Origin("python run.py", "", Code("unknown", None), [], plugins)
-        invocations = Invocations(tmp_path, tmp_path / "summary.json", origin)
+        invocations = Invocations(tmp_path, origin, entries)
         warnings = invocations.changed_plugins()
         invocations.begin(1)
-        (tmp_path / "summary.json").write_text(json.dumps({"invocations": invocations.entries}))
+        entries[:] = invocations.entries
         return warnings
 
     one, other = Plugin("/a/one.py", "1" * 64), Plugin("/a/other.py", "2" * 64)

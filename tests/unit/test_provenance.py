@@ -1,6 +1,5 @@
 """A run can be traced: to its command line, its code and its machines, at its start and at every resume."""
 
-import json
 import os
 import shutil
 import sys
@@ -114,29 +113,23 @@ def test_processes_are_put_together_by_machine():
 
 def entered(folder: Path, code: Code, first_round: int, state=None) -> Invocations:
     origin = Origin("python run.py", "2026-01-02T03:04:05+00:00", code, machines([machine(CPU)] * 2))
-    invocations = Invocations(folder, folder / "summary.json", origin, state)
+    invocations = Invocations(folder, origin, state)
     invocations.begin(first_round)
-    (folder / "summary.json").write_text(json.dumps({"invocations": invocations.entries}))
     return invocations
 
 
 def test_every_resume_adds_its_own(tmp_path):
-    entered(tmp_path, Code("c1", True, b"first"), 1)
-    second = entered(tmp_path, Code("c1", False), 4)
+    first = entered(tmp_path, Code("c1", True, b"first"), 1)
+    second = entered(tmp_path, Code("c1", False), 4, state=first.entries)
     assert (tmp_path / "changes.patch").read_bytes() == b"first"
-    # A checkpoint of the first invocation does not know of the second.
-    entries = entered(tmp_path, Code("c2", True, b"third"), 3, state=second.entries[:1]).entries
+    entries = entered(tmp_path, Code("c2", True, b"third"), 6, state=second.entries).entries
     assert [(e["first_round"], e["commit"], e["changed"], e["patch"], e["processes"]) for e in entries] == [
         (1, "c1", True, "changes.patch", 2),
         (4, "c1", False, None, 2),
-        (3, "c2", True, "changes_3.patch", 2),
+        (6, "c2", True, "changes_3.patch", 2),
     ]
     assert (tmp_path / "changes.patch").read_bytes() == b"first"
     assert (tmp_path / "changes_3.patch").read_bytes() == b"third"
-    # Where the summary is lost, the checkpoint still knows.
-    for damaged in ("{", '{"invocations": [1, 2, 3, 4, 5]}', '{"invocations": [{}, {}, {}, {}, {"plugins": 1}]}'):
-        (tmp_path / "summary.json").write_text(damaged)
-        assert len(entered(tmp_path, Code("c2", False), 5, state=entries).entries) == 4
 
 
 def test_a_command_with_a_name_that_is_not_utf8_can_be_written(monkeypatch):

@@ -4,7 +4,6 @@ import contextlib
 import csv
 import io
 import os
-import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,18 +18,13 @@ class CsvLog:
         state: from state_dict. The log continues there: later rows and half a last line are cut off.
         columns: the header, written by the first append even if it has no rows.
 
-    Attributes:
-        changed: whether the rows of a continued file are not those that were written.
-
     Raises:
         OSError: the file cannot be created, or is shorter than the state says.
     """
 
     def __init__(self, path: Path, state: Mapping | None = None, columns: Sequence[str] = ()):
         self.path = path
-        self.changed = False
         self._length = 0
-        self._crc32 = 0
         self._pending = ""
         if state is None:
             path.write_text("", encoding="utf-8")
@@ -42,8 +36,6 @@ class CsvLog:
         if path.stat().st_size < self._length:
             raise OSError(f"{path} is shorter than it was when the checkpoint was written")
         os.truncate(path, self._length)
-        self._crc32 = state["crc32"]
-        self.changed = zlib.crc32(path.read_bytes()) != self._crc32
 
     def append(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Write rows with equal keys; None is an empty cell.
@@ -69,11 +61,10 @@ class CsvLog:
                 os.truncate(self.path, self._length)
             raise
         self._length += len(data)
-        self._crc32 = zlib.crc32(data, self._crc32)
         self._pending = ""
 
     def state_dict(self) -> dict:
-        """Return the length and checksum of the file, which is synchronised to disk, and the rows that wait."""
+        """Return the length of the file, which is synchronised to disk, and the rows that wait."""
         with contextlib.suppress(OSError), self.path.open("rb") as file:
             os.fsync(file.fileno())
-        return {"bytes": self._length, "crc32": self._crc32, "pending": self._pending}
+        return {"bytes": self._length, "pending": self._pending}

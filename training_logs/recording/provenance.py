@@ -5,7 +5,6 @@ The environment is not recorded: it may hold secrets. Without git, or outside a 
 
 import dataclasses
 import datetime
-import json
 import platform
 import shlex
 import subprocess
@@ -132,19 +131,19 @@ class Invocations:
 
     Args:
         folder: the run folder. It receives changes.patch; the second invocation writes changes_2.patch, and so on.
-        state: the entries in the checkpoint that is resumed; the summary may have later ones.
+        state: the entries in the checkpoint that is resumed.
     """
 
-    def __init__(self, folder: Path, summary: Path, origin: Origin, state: Sequence[dict] | None = None):
+    def __init__(self, folder: Path, origin: Origin, state: Sequence[dict] | None = None):
         self._folder = folder
         self._origin = origin
-        self.entries: list[dict] = max(list(state or ()), _read(summary), key=len)
+        self.entries: list[dict] = list(state or ())
 
     def changed_plugins(self) -> list[str]:
         """Return one line for each plugin that differs from the last invocation's; call it before `begin`."""
         if not self.entries:
             return []
-        before = _plugins_of(self.entries[-1])
+        before = {Path(plugin["path"]).name: plugin["sha256"] for plugin in self.entries[-1]["plugins"]}
         now = {plugin.name: plugin.sha256 for plugin in self._origin.plugins}
         return [
             f"plugins: {name} has changed since the run was last started: SHA-256 {_short(before.get(name))} then, "
@@ -181,19 +180,3 @@ class Invocations:
 
 def _short(sha256: str | None) -> str:
     return "none" if sha256 is None else sha256[:16]
-
-
-def _read(summary: Path) -> list[dict]:
-    """Return the invocations in a summary; none if it is damaged."""
-    try:
-        entries = list(json.loads(summary.read_text(encoding="utf-8"))["invocations"])
-        for entry in entries:
-            _plugins_of(entry)
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return []
-    return entries
-
-
-def _plugins_of(entry: dict) -> dict[str, str]:
-    """Return the SHA-256 of each plugin of an invocation, by file name."""
-    return {Path(plugin["path"]).name: str(plugin["sha256"]) for plugin in entry["plugins"]}

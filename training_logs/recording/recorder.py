@@ -26,7 +26,7 @@ from training_logs.recording.memory_monitor import Use, memory_rows, memory_use
 from training_logs.recording.node_log import NodeLog
 from training_logs.recording.provenance import Invocations, Origin
 from training_logs.recording.records import ClusterRound, Observer
-from training_logs.recording.run_folder import FileHandler, continue_log, logger
+from training_logs.recording.run_folder import FileHandler, logger
 from training_logs.trackers.clearml import resolved_mode
 from training_logs.trackers.tracker import TrackerProcess, send_folder
 from utils.config.reading import dump_config
@@ -77,7 +77,7 @@ class RunRecorder(Observer):
         self.report_dir = folder / REPORT_FOLDER
         self.report_dir.mkdir(parents=True, exist_ok=state is not None)
         entries = state["invocations"] if state else None
-        self._invocations = Invocations(folder, self.report_dir / "summary.json", origin, entries)
+        self._invocations = Invocations(folder, origin, entries)
         self._started = started - (state["seconds"] if state else 0.0)
         self._program_started = started
         self._startup_seconds: float = state["startup_seconds"] if state else 0.0
@@ -87,8 +87,6 @@ class RunRecorder(Observer):
         }
         self._nodes = NodeLog(self.report_dir, config, logs.get("nodes"))
         self._log_path = folder / LOG_FILE
-        if state:
-            continue_log(self._log_path, logs["text"])
         self._file = FileHandler(self._log_path, encoding="utf-8")
         self._file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
         kept.setTarget(self._file)
@@ -107,9 +105,6 @@ class RunRecorder(Observer):
         self._rounds_bar: tqdm | None = None
         self._steps_bar: tqdm | None = None
         self._memory = self._memory_log(logs.get("memory"))
-        for log in (*self._tables.values(), self._nodes.csv):
-            if log.changed:
-                self.warn(f"{log.path.name} has changed since the checkpoint was written: earlier rows may be wrong")
 
     def _memory_log(self, state: Mapping | None) -> CsvLog:
         path = self.folder / MEMORY_FOLDER / "memory_log.csv"
@@ -123,11 +118,7 @@ class RunRecorder(Observer):
     def state_dict(self) -> dict:
         return {
             "logs": {name: table.state_dict() for name, table in self._tables.items()}
-            | {
-                "nodes": self._nodes.state_dict(),
-                "memory": self._memory.state_dict(),
-                "text": self._log_path.stat().st_size if self._log_path.exists() else 0,
-            },
+            | {"nodes": self._nodes.state_dict(), "memory": self._memory.state_dict()},
             "seconds": time.perf_counter() - self._started,
             "startup_seconds": self._startup_seconds,
             "initial_metric": self._initial_metric,

@@ -172,12 +172,3 @@ def make_run_folder(config: Config, dataset: str) -> Path:
     except OSError as error:
         raise ConfigError(f"log_dir: cannot make {base}: {error.strerror}") from None
     raise ConfigError(f"log_dir: cannot make {base}: another run has just made it")
-
-
-def continue_log(path: Path, length: int) -> None:
-    """Cut the log file at the checkpoint; later lines go to `<log>_lost.log`."""
-    if path.exists() and path.stat().st_size > length:
-        with path.open("rb") as file, path.with_name(f"{path.stem}_lost{path.suffix}").open("ab") as lost:
-            file.seek(length)
-            lost.write(file.read())
-        os.truncate(path, length)

@@ -11,18 +11,15 @@ from typing import Any
 import numpy as np
 
 from training_logs.showing.plots import plots_of
-from training_logs.showing.run_data import RunData, RunFolderError, damage_reported
+from training_logs.showing.run_data import RunData, damage_reported
 from utils.config.schema import FIELDS, Config
 from utils.files import write_text_atomically
 from utils.text import budget_used, byte_size
 
 # The most rows of a table; the last ones are shown.
 MOST_ROWS = 500
-# Results of lm_eval (EleutherAI's lm-evaluation-harness) in a run folder, written by others and so not trusted.
+# Results of lm_eval (EleutherAI's lm-evaluation-harness) in a run folder.
 _EVALUATION_FOLDER = "evaluation"
-MOST_BYTES = 20_000_000
-MOST_RESULTS = 50
-MOST_CHARACTERS = 100
 _PLOTS = (
     "Vertical lines are merges. The best metric is that of the best living trainer. In the panel of batches, circles "
     "are batches as run, filled where they are accumulated. docs/run_folder.md describes every plot."
@@ -115,36 +112,30 @@ def page(title: str, body: str) -> str:
     )
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and abs(value) < 1e15
-
-
 def downstream_results(run_folder: Path) -> dict[str, str]:
     """Return the metrics of tasks, as "task, metric": "value ± standard error"; empty without results.
 
-    Of a metric with several results the newest counts. Only the first `MOST_RESULTS` metrics are returned.
+    Of a metric with several results the newest counts.
 
     Raises:
-        RunFolderError: a file is not a result of lm_eval, or is too large.
+        RunFolderError: a file is not a result of lm_eval.
     """
     found: dict[str, str] = {}
     # The name of a file is its time; its folder is named by the model.
     for path in sorted((run_folder / _EVALUATION_FOLDER).glob("**/results_*.json"), key=lambda path: path.name):
-        if path.stat().st_size > MOST_BYTES:
-            raise RunFolderError(f"{path}: larger than {MOST_BYTES:,} bytes, so not a result of lm_eval: remove it")
         with damage_reported(path):
             tasks = json.loads(path.read_text(encoding="utf-8"))["results"]
             for task, values in tasks.items():
                 for key, value in values.items():
                     metric, _, filtered = key.partition(",")  # acc,none: "none" is the filter of answers
-                    if not filtered or metric.endswith("_stderr") or not _is_number(value):
+                    if not filtered or metric.endswith("_stderr") or not isinstance(value, int | float):
                         continue
                     error = values.get(f"{metric}_stderr,{filtered}")
-                    shown = f"{value:.4g} ± {error:.2g}" if _is_number(error) else f"{value:.4g}"
+                    shown = f"{value:.4g} ± {error:.2g}" if isinstance(error, int | float) else f"{value:.4g}"
                     label = f"{task}, {metric}" if filtered == "none" else f"{task}, {metric} ({filtered})"
                     label.encode()  # fails for half a surrogate pair, which no page could be written with
-                    found[label[:MOST_CHARACTERS]] = shown
-    return dict(list(found.items())[:MOST_RESULTS])
+                    found[label] = shown
+    return found
 
 
 def headline(run: RunData) -> dict[str, str]:

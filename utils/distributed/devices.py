@@ -153,7 +153,6 @@ def shard_group_sites(sites: Sequence[Site], size: int, place: int) -> list[Site
             f"{len(sites)} processes do not make shard groups of devices_per_node {size}; start a multiple of it"
         )
     found = []
-    used: dict[tuple[int, str], int] = {}
     for first in range(0, len(sites), size):
         shard_group = sites[first : first + size]
         machines = sorted({site.machine for site in shard_group})
@@ -163,15 +162,6 @@ def shard_group_sites(sites: Sequence[Site], size: int, place: int) -> list[Site
                 f"{', '.join(map(str, machines))}; start a multiple of devices_per_node {size} on every machine"
             )
         identities = [identity for site in shard_group for identity in site.devices]
-        if len({identity == "cpu" for identity in identities}) > 1:
-            raise ValueError(f"devices: with devices_per_node {size} all must be GPUs, or all the CPU")
-        for site, identity in zip(shard_group, identities, strict=True):
-            other = used.setdefault((site.machine, identity), site.rank)
-            if other != site.rank and identity != "cpu":
-                raise ValueError(
-                    f"ranks {other} and {site.rank} have one device, {identity}; with devices_per_node {size} every "
-                    f"process needs one of its own"
-                )
         own = shard_group[place]
         (name,) = own.devices.values()
         found.append(Site(own.rank, own.machine, {"+".join(dict.fromkeys(identities)): name}))

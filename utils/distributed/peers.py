@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from utils.config.schema import ConfigError
@@ -60,7 +60,6 @@ class PeerWatch:
         self._children = children or {}
         self.finish: Callable[[str], None] | None = None
         self._store = store
-        self._rounds = 0
         self._lost: str | None = None
         self._killed = False
         self._found = threading.Event()
@@ -110,12 +109,10 @@ class PeerWatch:
             threading.Event().wait()
 
     @contextlib.contextmanager
-    def explaining(self, awaited: Callable[[], Sequence[int]] | None = None) -> Iterator[None]:
+    def explaining(self) -> Iterator[None]:
         """Turn the failure of a collective into a PeerLostError, or the error that has ended the other process.
 
         That is a StoppedInRoundError or ConfigError.
-
-        awaited: the ranks that a collective within a round waits for when its time is over, if they are known.
         """
         try:
             yield
@@ -123,7 +120,7 @@ class PeerWatch:
             if not (type(error).__name__.startswith("Dist") or "gloo" in str(error).lower()):
                 raise  # not because of another process
             self._wait_for_the_end()
-            reason = self._reason(error, awaited)
+            reason = self._reason(error)
             kind = PeerLostError
             if reason.endswith(STOPPED_IN_ROUND):
                 kind = StoppedInRoundError
@@ -131,12 +128,8 @@ class PeerWatch:
                 kind = ConfigError
             raise kind(reason) from error
 
-    def _reason(self, error: RuntimeError, awaited: Callable[[], Sequence[int]] | None) -> str:
+    def _reason(self, error: RuntimeError) -> str:
         text = " ".join(str(error).split())
-        if awaited is not None and "timed out" in text.lower():
-            ranks = ", ".join(map(str, awaited()))
-            late = f"rank {ranks}" if ranks else "another process"
-            return f"{late} did not answer within collective_timeout_minutes"
         if self._children:
             self._found.wait(_NAMING_SECONDS)
         if self._lost is not None and self._killed:
@@ -153,16 +146,6 @@ class PeerWatch:
             if self._store is not None and self._store.check(["ended"]):
                 return self._store.get("ended").decode()
         return None
-
-    def round_ended(self, rank: int) -> None:
-        """Let the other processes know that this one has reached the end of another round."""
-        self._rounds += 1
-        self._store.set(f"rounds of {rank}", str(self._rounds))
-
-    def late(self, count: int) -> list[int]:
-        """Return the processes, of this number of them, that have reached the end of fewer rounds than this one."""
-        keys = [f"rounds of {rank}" for rank in range(count)]
-        return [rank for rank, key in enumerate(keys) if self._store.add(key, 0) < self._rounds]
 
     def failed(self, rank: int, reason: str) -> None:
         """Tell the other processes why this one ends by itself, and write its results in this thread."""

@@ -171,12 +171,11 @@ class Processes:
         return values
 
     def gather_in_round(self, value: T) -> list[T]:
-        """Return the values of all processes, by rank; PeerLostError: one is late (`collective_timeout_minutes`)."""
+        """Return the values of all processes, by rank, at the end of a round's work."""
         if self.count == 1:
             return [value]
         values: list = [None] * self.count
-        with self._peers.explaining(lambda: self._peers.late(self.count)):
-            self._peers.round_ended(self._rank.number)
+        with self._peers.explaining():
             dist.all_gather_object(values, value, group=self._round_group)
         self.stalls.end_round()
         return values
@@ -393,13 +392,6 @@ def place_nodes(processes: Processes, config: Config) -> list[str]:
         )
     except ValueError as error:
         raise ConfigError(f"processes: {error}") from None
-    shard_groups = processes.count // config.devices_per_node
-    trainers = config.number_of_initial_trainers
-    if config.devices_per_node > 1 and shard_groups < trainers:
-        warnings.append(
-            f"number_of_initial_trainers: {trainers} trainers take turns on {shard_groups} shard groups of "
-            f"{config.devices_per_node} devices, which hold the state of all of them"
-        )
     return warnings
 
 

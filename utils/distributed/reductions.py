@@ -78,9 +78,7 @@ class Transport:
         if not operations:
             return
         with self._peers.explaining():
-            works = dist.batch_isend_irecv(operations)
-        for work, operation in zip(works, operations, strict=False):  # nccl has one work for all
-            with self._peers.explaining(lambda peer=operation.peer: [peer]):
+            for work in dist.batch_isend_irecv(operations):
                 work.wait()
         for tensor, staged in arriving:
             if staged is not tensor:
@@ -107,7 +105,7 @@ class Transport:
         """Sum a contiguous tensor of any device over all processes, in place."""
         for piece in self._pieces(tensor):
             staged = piece.to(self.device)
-            with self._peers.explaining(tuple):
+            with self._peers.explaining():
                 dist.all_reduce(staged, group=self._communicator)
             if staged is not piece:
                 piece.copy_(staged)
@@ -115,14 +113,6 @@ class Transport:
 
     def _pieces(self, tensor: torch.Tensor) -> Sequence[torch.Tensor]:
         return tensor.view(-1).split(self.piece_bytes // tensor.element_size())
-
-
-def _relative(weights: Sequence[float] | None, workers: int) -> list[float]:
-    """Divide weights by the largest one: equal weights become exactly 1 and change no bits."""
-    if weights is None:
-        return [1.0] * workers
-    largest = max(weights)
-    return [weight / largest for weight in weights]
 
 
 # The arithmetic of every mean: sums and one product, so that the bits do not depend on how the tensor is cut up.
@@ -156,22 +146,6 @@ class Mean:
         return self._encoding.way_back.round_trip(mean), len(self._present)
 
 
-class Messages:
-    """One message of a fixed size per worker for other workers, all of them in this process; device: of the result."""
-
-    def __init__(self, device: torch.device):
-        self._device = device
-        self._own: dict[int, torch.Tensor] = {}
-
-    def add(self, worker: int, message: torch.Tensor) -> None:
-        """Add a worker's message, uint8 [size], which may be overwritten afterwards. Workers come in order."""
-        self._own[worker] = message.to(self._device, copy=True)
-
-    def result(self) -> dict[int, torch.Tensor]:
-        """Return the messages of local workers and those delivered to this process, by sender."""
-        return self._own
-
-
 class Workers:
     """The workers of a trainer, numbered from 0, wherever they are.
 
@@ -195,7 +169,9 @@ class Workers:
 
     def mean(self, like: torch.Tensor, encoding: Encoding = PLAIN, weights: Sequence[float] | None = None) -> Mean:
         """Start a mean over all workers."""
-        relative = _relative(weights, len(self._owners))
+        weights = weights or [1.0] * len(self._owners)
+        largest = max(weights)
+        relative = [weight / largest for weight in weights]  # equal ones become exactly 1 and change no bits
         if self._in_one_process:
             return Mean(like, encoding, relative)
         everywhere = set(self._owners) == set(self._transport.ranks)
@@ -203,11 +179,10 @@ class Workers:
             return _SummedMean(self._transport, like, encoding, relative)
         return _OrderedMean(self._transport, self._owners, self.local_workers, like, encoding, relative)
 
-    def messages(self, size: int, takers: Sequence[Collection[int]], device: torch.device) -> Messages:
-        """Start an exchange of messages. takers: the receivers of each worker's message, without the worker itself."""
-        if self._in_one_process:
-            return Messages(device)
-        return _SentMessages(self._transport, self._owners, size, takers, device)
+    def messages(self, size: int, takers: Sequence[Collection[int]], device: torch.device) -> "Messages":
+        """Start an exchange of messages."""
+        transport = None if self._in_one_process else self._transport
+        return Messages(transport, self._owners, size, takers, device)
 
 
 class _SummedMean(Mean):
@@ -326,35 +301,53 @@ class _OrderedMean(Mean):
             place.copy_(back.decode(encoded[rank], place.dtype)[: len(place)])
 
 
-class _SentMessages(Messages):
-    """Messages between processes: each goes once to every process that has a taker of it."""
+class Messages:
+    """One message of a fixed size per worker for other workers.
+
+    Each goes once to every process that has a taker of it.
+
+    Args:
+        transport: connects the processes; None: all workers are in this one.
+        size: bytes of a message.
+        takers: the receivers of each worker's message, without the worker itself.
+        device: of the result.
+    """
 
     def __init__(
         self,
-        transport: Transport,
+        transport: Transport | None,
         owners: Sequence[int],
         size: int,
         takers: Sequence[Collection[int]],
         device: torch.device,
     ):
-        super().__init__(transport.device)
         self._transport = transport
         self._owners = owners
         self._size = size
         self._takers = takers
-        self._delivery_device = device
+        self._device = device
+        self._messages: dict[int, torch.Tensor] = {}
+
+    def add(self, worker: int, message: torch.Tensor) -> None:
+        """Add a worker's message, uint8 [size], which may be overwritten afterwards. Workers come in order."""
+        device = self._device if self._transport is None else self._transport.device
+        self._messages[worker] = message.to(device, copy=True)
 
     def result(self) -> dict[int, torch.Tensor]:
-        here = self._transport.rank
+        """Return the messages of local workers and those delivered to this process, by sender."""
+        if self._transport is not None:
+            self._exchange(self._transport)
+        return {worker: self._messages[worker].to(self._device) for worker in sorted(self._messages)}
+
+    def _exchange(self, transport: Transport) -> None:
+        own = dict(self._messages)
         sent = []
         received = []
-        messages = dict(self._own)
-        for worker in _present_workers(self._transport, self._owners, self._own):
+        for worker in _present_workers(transport, self._owners, own):
             destinations = {self._owners[taker] for taker in self._takers[worker]} - {self._owners[worker]}
-            if worker in self._own:
-                sent += [(rank, self._own[worker]) for rank in sorted(destinations)]
-            elif here in destinations:
-                messages[worker] = torch.empty(self._size, dtype=torch.uint8, device=self._transport.device)
-                received.append((self._owners[worker], messages[worker]))
-        self._transport.exchange(sent, received)
-        return {worker: messages[worker].to(self._delivery_device) for worker in sorted(messages)}
+            if worker in own:
+                sent += [(rank, own[worker]) for rank in sorted(destinations)]
+            elif transport.rank in destinations:
+                self._messages[worker] = torch.empty(self._size, dtype=torch.uint8, device=transport.device)
+                received.append((self._owners[worker], self._messages[worker]))
+        transport.exchange(sent, received)

@@ -55,7 +55,7 @@ class ShardGroup:
 
     def explaining(self) -> contextlib.AbstractContextManager:
         """Turn the failure of a collective into an error that names the process that is gone."""
-        return contextlib.nullcontext() if self._peers is None else self._peers.explaining(tuple)
+        return contextlib.nullcontext() if self._peers is None else self._peers.explaining()
 
     def sum(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum a tensor over the devices, in place, and return it."""
