@@ -286,25 +286,17 @@ def _results(processes: Processes, work: Callable[[], T]) -> list[T]:
     return [answer for answer, _ in gathered]
 
 
-def difference(statements: Sequence[Mapping[str, object]]) -> str | None:
-    """Describe the names in which the ranks' statements, values by name, differ; None if they agree."""
-    names = dict.fromkeys(name for statement in statements for name in statement)
-    parts = []
-    for name in names:
-        ranks: dict[str, list[str]] = {}
-        for rank, statement in enumerate(statements):
-            ranks.setdefault(repr(statement.get(name)), []).append(str(rank))
-        if len(ranks) > 1:
-            found = [f"{value} on rank{'s' * (len(by) > 1)} {', '.join(by)}" for value, by in ranks.items()]
-            parts.append(f"{name}: {', '.join(found)}")
-    return "; ".join(parts) if parts else None
-
-
 def agree(processes: Processes, what: str, statement: Mapping[str, object]) -> None:
-    """Raise a ConfigError in all processes if their statements differ; what: the subject, for the error."""
-    found = difference(processes.gather(dict(statement)))
-    if found is not None:
-        raise ConfigError(f"the processes have different {what}: {found}")
+    """Raise a ConfigError in all processes if their statements, values by name, differ; what: for the error."""
+    first, *others = processes.gather(dict(statement))
+    for rank, other in enumerate(others, start=1):
+        found = [
+            f"{name}: {first.get(name)!r} on rank 0, {other.get(name)!r} on rank {rank}"
+            for name in first | other
+            if repr(first.get(name)) != repr(other.get(name))  # 1 and True are equal, but differ
+        ]
+        if found:
+            raise ConfigError(f"the processes have different {what}: {'; '.join(found)}")
 
 
 def program_digest() -> str:
