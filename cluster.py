@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 
 from algorithms.nodes.distribution import distribute_nodes
-from algorithms.nodes.policies import MERGE_POLICIES, Merge
+from algorithms.nodes.policies import MERGE_POLICIES, Merge, merge_of
 from algorithms.nodes.traffic import Exchange, simultaneous, synchronisation_exchange
 from algorithms.schedule.controller import RoundPlan
 from algorithms.schedule.limits import RoundSchedule, RunCounters
@@ -335,10 +335,10 @@ class Cluster:
     def _merge(self) -> tuple[Merge, Exchange]:
         """Merge the trainers that the policy picks into their representative; communications and bytes are counted."""
         policy = self.config.merging_policy
-        merge = MERGE_POLICIES[policy](self._requests, self.config.merge_count)
-        problem = merge.problem(self.trainers)
-        if problem is not None:
-            raise TrainingError(f"merging_policy: {policy} {problem}")
+        chosen = MERGE_POLICIES[policy](self._requests, self.config.merge_count)
+        if len(set(chosen)) < 2 or not set(chosen) <= self.trainers.keys():
+            raise TrainingError(f"merging_policy: {policy} chooses {chosen}, which must be two or more of the trainers")
+        merge = merge_of(self._requests, set(chosen))
         others = [self.trainers.pop(number) for number in merge.weights if number != merge.representative]
         representative = self.trainers[merge.representative]
         exchange = representative.absorb(others, merge.weights)

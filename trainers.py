@@ -17,7 +17,6 @@ from fabrics.data.examples import Examples, TaskData
 from fabrics.data.sampler import DataCursor
 from fabrics.models.initialisation import initial_cursors, initial_parameters
 from fabrics.training.flat_model import FlatModel
-from fabrics.training.method_config import round_bytes
 from fabrics.training.optimizers import base_learning_rate, learning_rate_schedule
 from fabrics.training.outer_round import OuterRound
 from fabrics.training.statistics import Measurement, batch_control, compare_workers, measurement_of, samples_for_test
@@ -27,7 +26,6 @@ from fabrics.training.worker_group import WorkerGroup
 from training_logs.recording.records import RoundReport
 from utils.config.schema import Config
 from utils.distributed.processes import Processes
-from utils.text import byte_size
 
 
 @dataclass(frozen=True)
@@ -65,7 +63,6 @@ class Trainer:
         self.inner_steps_done = 0
         self.tokens_done = 0  # over all workers
         self.rounds = 0
-        self._bytes_checked = False
         self._config = config
         self._examples = examples
 
@@ -159,8 +156,6 @@ class Trainer:
         records = dict(sorted(by_worker.items()))
         requested = self.requested_batch
         warnings = self._warnings(records)
-        if self.worker_group.method.capabilities.one_exchange:
-            warnings += self._unexpected_bytes(records, parts[0].events)
         if all(record.left_out for record in records.values()):
             raise TrainingError(
                 f"trainer {self.id}: the loss or the parameters of every worker became NaN or infinite in round "
@@ -227,21 +222,6 @@ class Trainer:
                     f"and worker {index} ran the same examples in smaller parts"
                 )
         return warnings
-
-    def _unexpected_bytes(self, records: Mapping[int, WorkerRound], events: Sequence[Event]) -> list[str]:
-        """Warn once if the workers sent other bytes than the method expects (`bytes_per_round`)."""
-        incomplete = any(record.left_out or record.message_lost for record in records.values())
-        if self._bytes_checked or incomplete or len(records) == 1:
-            return []
-        self._bytes_checked = True
-        group = self.worker_group
-        sent = sum(event.bytes_per_worker for event in events if event.kind != "statistics") * len(records)
-        expected = round_bytes(self._config, group.method, group.model, len(records), measures=False)
-        if abs(sent - expected) <= 0.01 * expected:
-            return []
-        said = f"its bytes_per_round says {byte_size(expected)}: --plan and budgets will be wrong (docs/extending.md)"
-        method = self._config.distributed_algo
-        return [f"distributed_algo: {method} sent {byte_size(sent)} in round {self.rounds + 1}, but {said}"]
 
     # Merging and state
 

@@ -17,7 +17,6 @@ import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from numbers import Real
 
 from algorithms.batch.gradient_statistics import GradientStatistics, SampleEstimate, StatisticsSums
 from algorithms.registry import Registry
@@ -242,9 +241,6 @@ class BatchControl:
         Returns:
             The statistics, averaged over the rounds, and None; or those of this round alone and why no test saw them.
             No statistics if nothing was measured.
-
-        Raises:
-            TypeError: the test returned something else than a number or None.
         """
         settings = self._settings
         self._first_batch = self._first_batch or effective_batch
@@ -263,17 +259,11 @@ class BatchControl:
             return statistics, None
         eta = eta_during(settings.parameters.eta, settings.eta_at_end, progress)
         parameters = dataclasses.replace(settings.parameters, eta=eta)
-        answer = self._answer(statistics, parameters, effective_batch)
+        answer = self._test(statistics, parameters, effective_batch)
+        if answer is not None and math.isfinite(answer):
+            answer = math.ceil(answer)
         self.requested_batch = bounded_request(self.requested_batch, answer, settings.max_batch_growth, largest_request)
         return statistics, None
-
-    def _answer(self, statistics: GradientStatistics, parameters: BatchTestParameters, batch: int) -> float | None:
-        """Return the batch for which the test asks, a whole number or infinity; that of a plugin is checked."""
-        answer = self._test(statistics, parameters, batch)
-        if not (answer is None or (isinstance(answer, Real) and not math.isnan(answer))):
-            name = self._settings.test
-            raise TypeError(f"sampling_method: {name} must give a number of examples or None, got {answer!r}")
-        return math.ceil(answer) if answer is not None and math.isfinite(answer) else answer
 
     def state_dict(self) -> dict:
         return {

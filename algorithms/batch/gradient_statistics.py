@@ -187,6 +187,10 @@ def sample_estimate(whole: Comparison, sum_of_squares: float, part: Comparison |
     )
 
 
+# Sums of squared weights, which decay twice as fast.
+_OF_SQUARED_WEIGHTS = ("squared_norm_error", "variance_error", "compared_squared")
+
+
 @dataclass(frozen=True)
 class StatisticsSums:
     """Weighted sums of all rounds' statistics: the memory of an exponential moving average.
@@ -237,30 +241,24 @@ class StatisticsSums:
             error += between.pairs * between.squared_norm_error  # of the same examples, so that errors may add up
         known = [s for s in samples if math.isfinite(s.inner_product_variance) and math.isfinite(s.overlap)]
 
-        def added(past: float, values: Sequence[float]) -> float:
-            return decay * past + sum_or_nan(values)
-
-        return StatisticsSums(
-            examples=examples,
-            pairs=decay * self.pairs + pairs,
-            squared_norm=decay * self.squared_norm + squared_norm,
-            squared_norm_error=decay**2 * self.squared_norm_error + error**2,
-            weight=decay * self.weight + examples,
-            variance=added(self.variance, [s.examples * s.variance for s in samples]),
-            variance_error=decay**2 * self.variance_error
-            + math.fsum((s.examples * s.variance_error) ** 2 for s in samples),
-            compared=added(self.compared, [s.examples for s in known]),
-            compared_squared=decay**2 * self.compared_squared + sum(s.examples**2 for s in known),
-            inner_product_variance=added(
-                self.inner_product_variance, [s.examples * s.inner_product_variance for s in known]
-            ),
-            overlap=added(self.overlap, [s.examples * s.overlap for s in known]),
-            inner_product_variance_squared=added(
-                self.inner_product_variance_squared, [s.examples * s.inner_product_variance**2 for s in known]
-            ),
-            overlap_squared=added(self.overlap_squared, [s.examples * s.overlap**2 for s in known]),
-            product=added(self.product, [s.examples * s.inner_product_variance * s.overlap for s in known]),
-        )
+        new = {
+            "pairs": pairs,
+            "squared_norm": squared_norm,
+            "squared_norm_error": error**2,
+            "weight": examples,
+            "variance": sum_or_nan(s.examples * s.variance for s in samples),
+            "variance_error": math.fsum((s.examples * s.variance_error) ** 2 for s in samples),
+            "compared": sum_or_nan(s.examples for s in known),
+            "compared_squared": sum(s.examples**2 for s in known),
+            "inner_product_variance": sum_or_nan(s.examples * s.inner_product_variance for s in known),
+            "overlap": sum_or_nan(s.examples * s.overlap for s in known),
+            "inner_product_variance_squared": sum_or_nan(s.examples * s.inner_product_variance**2 for s in known),
+            "overlap_squared": sum_or_nan(s.examples * s.overlap**2 for s in known),
+            "product": sum_or_nan(s.examples * s.inner_product_variance * s.overlap for s in known),
+        }
+        decays = {name: decay**2 if name in _OF_SQUARED_WEIGHTS else decay for name in new}
+        sums = {name: decays[name] * getattr(self, name) + value for name, value in new.items()}
+        return StatisticsSums(examples, **sums)
 
     @property
     def statistics(self) -> GradientStatistics:

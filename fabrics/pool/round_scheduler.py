@@ -177,9 +177,6 @@ class RoundScheduler:
     ) -> Remaining | None:
         """Return the rest of a run with a budget, None without one; `warn` is told once if the budget is too small."""
         if self._budget is None:
-            if self.clock is not None and not self._warned:
-                self._warned = True
-                self._warn_of_too_little_time(counters, trainers, splits, warn)
             return None
         config = self._config
         examples_left = self._examples_left(counters, splits)
@@ -216,20 +213,6 @@ class RoundScheduler:
             # Without rounds no batch would grow, and no worker would join.
             rounds, _ = affordable(used + min(reserve, max(0.0, self._budget.amount - used) / 2))
         return Remaining(counters.outer_steps, rounds, counters.examples, examples_left)
-
-    def _warn_of_too_little_time(
-        self,
-        counters: RunCounters,
-        trainers: Collection["Trainer"],
-        splits: Collection["WorkSplit"],
-        warn: Callable[[str], None],
-    ) -> None:
-        if self._config.objective == "time":  # its plan may differ from this round
-            return
-        left = self._config.time_budget - counters.simulated_seconds
-        least = self._simulated_seconds(counters, trainers, splits, 1)
-        if least > left:
-            warn(f"time_budget: {left:,.4g} seconds are too few: a round of one inner step takes {least:,.4g}")
 
     def _examples_left(self, counters: RunCounters, splits: Collection["WorkSplit"]) -> float:
         limits = []

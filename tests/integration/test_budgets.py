@@ -8,9 +8,6 @@ import numpy as np
 import pytest
 
 from algorithms.nodes.traffic import rounds_ahead
-from algorithms.synchronisation import METHODS
-from algorithms.synchronisation.diloco import DiLoCo
-from algorithms.synchronisation.method import Capabilities
 from cluster import Cluster
 from fabrics.training.method_config import exchange_sizes
 from fabrics.training.outer_round import OuterRound
@@ -214,16 +211,6 @@ def test_rounds_send_the_planned_bytes(settings):
         assert cluster.counters.bytes_communicated - before == sum(exchange.sent for exchange in exchanges)
 
 
-def test_a_method_that_sends_other_bytes_than_it_says_is_named_once():
-    class Mine(DiLoCo):
-        capabilities = Capabilities(bytes_per_round=lambda workers, mean, message, blocks, dtype: mean / 2)
-
-    METHODS["Mine"] = Mine
-    _, recorder = run(1, distributed_algo="Mine", sampling_method="none")
-    (warning,) = recorder.warnings
-    assert "Mine sent 162.4 kB in round 1, but its bytes_per_round says 81.2 kB: --plan and budgets" in warning
-
-
 # Seconds
 
 
@@ -304,12 +291,6 @@ def test_a_budget_of_simulated_seconds_ends_the_run_by_hand(settings, expected, 
 def test_rounds_are_planned_with_the_exchanges_that_they_have(settings, expected, seconds):
     cluster, recorder = run(1, **SIMULATED | settings)
     assert (lengths(recorder), cluster.counters.simulated_seconds) == (expected, pytest.approx(seconds))
-
-
-def test_too_little_simulated_time_is_told_before_the_run():
-    _, recorder = run(1, **SIMULATED | {"time_budget": 3.0})
-    assert recorder.warnings == ["time_budget: 3 seconds are too few: a round of one inner step takes 4"]
-    assert run(1, **SIMULATED | {"time_budget": 8.0})[1].warnings == []
 
 
 def test_the_learning_rate_follows_the_share_of_the_simulated_time():

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from algorithms.batch.switch_mode import ExecutionPlan
-from algorithms.nodes.policies import MERGE_POLICIES, Merge
+from algorithms.nodes.policies import MERGE_POLICIES
 from algorithms.schedule.limits import RoundSchedule
 from fabrics.data.examples import PackedSequences
 from fabrics.training.worker import TrainingError
@@ -252,8 +252,9 @@ def test_after_a_merge_the_outer_step_moves_the_merged_parameters():
     torch.testing.assert_close(trainer.parameters, merged - 0.7 * 0.81 * velocity, rtol=1e-4, atol=1e-6)
 
 
-def test_a_policy_that_merges_a_missing_trainer_is_an_error(monkeypatch):
-    monkeypatch.setitem(MERGE_POLICIES, "own", lambda requests, count: Merge(0, {0: 0.5, 7: 0.5}))
+@pytest.mark.parametrize("chosen", [[0, 7], [0, 0]])
+def test_a_policy_that_chooses_no_two_trainers_is_an_error(monkeypatch, chosen):
+    monkeypatch.setitem(MERGE_POLICIES, "own", lambda requests, count: chosen)
     cluster = light_cluster(number_of_initial_trainers=2, merge_frequency=1, merging_policy="own")
     with pytest.raises(TrainingError, match="merging_policy: own"):
         cluster.train(Recorder())

@@ -2,7 +2,7 @@
 
 import pytest
 
-from algorithms.nodes.policies import Merge, best_with_worst, worst_with_worst
+from algorithms.nodes.policies import best_with_worst, merge_of, worst_with_worst
 
 
 @pytest.mark.parametrize(
@@ -19,21 +19,6 @@ from algorithms.nodes.policies import Merge, best_with_worst, worst_with_worst
     ],
 )
 def test_merge_policies(policy, requests, count, representative, weights):
-    plan = policy(requests, count)
-    assert plan.representative == representative
-    assert plan.weights == pytest.approx(weights)
-
-
-@pytest.mark.parametrize(
-    ("representative", "weights", "problem"),
-    [
-        (0, {0: 0.5, 1: 0.5}, None),
-        (0, {0: 0.5, 7: 0.5}, "merges trainers [7], and there are [0, 1, 2]"),
-        (2, {0: 0.5, 1: 0.5}, "merges [0, 1] into 2, which are not two or more and one of them"),
-        (0, {0: 1.0}, "merges [0] into 0, which are not two or more and one of them"),
-        (0, {0: 0.5, 1: 0.6}, "has weights {0: 0.5, 1: 0.6}, which must not be negative and sum to 1"),
-        (0, {0: 1.5, 1: -0.5}, "has weights {0: 1.5, 1: -0.5}, which must not be negative and sum to 1"),
-    ],
-)
-def test_a_plan_that_is_no_merge_names_the_problem(representative, weights, problem):
-    assert Merge(representative, weights).problem([0, 1, 2]) == problem
+    merge = merge_of(requests, policy(requests, count))
+    assert merge.representative == representative
+    assert merge.weights == pytest.approx(weights)
