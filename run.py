@@ -472,6 +472,7 @@ def start() -> int:
         sys.stdout.flush()
     except OSError:  # Python would try once more at its end, and fail
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        status = status or 1
     return status
 
 
