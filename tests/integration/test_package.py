@@ -45,7 +45,7 @@ def build(folder: Path) -> Path:
     return path
 
 
-def test_the_wheel_alone_trains_and_resumes(programs, tmp_path, cache_dir):
+def test_the_wheel_alone_trains_a_loop_of_ones_own_and_a_run(programs, tmp_path, cache_dir):
     venv.create(tmp_path / "env", symlinks=True)
     packages = Path(sysconfig.get_path("purelib", vars={"base": str(tmp_path / "env")}))
     packages.joinpath("dependencies.pth").write_text("\n".join(path for path in sys.path if path.endswith("packages")))
