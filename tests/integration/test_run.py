@@ -31,7 +31,7 @@ from fabrics.training.optimizers import INNER_OPTIMIZERS
 from fabrics.training.worker import TrainingError
 from run import train
 from tests.support.programs import command
-from tests.support.runs import SHORT, assert_same_run, before_round, error_lines, rows_of, write_config
+from tests.support.runs import assert_same_run, before_round, error_lines, rows_of, write_config
 from training_logs.showing.run_data import read_run
 from utils.config.reading import load_config
 from utils.config.schema import ConfigError
@@ -73,14 +73,7 @@ def test_the_run_folder_is_named_after_model_dataset_and_date(finished):
     }
 
 
-def test_the_resolved_config_runs_again(finished):
-    config, warnings = load_config(finished[0] / "config.yaml", checks=CHECKS)
-    assert (config.ETA, config.model_config) == (0.3, SHORT["model_config"])
-    assert config.number_of_outer_steps == 5
-    assert warnings == []
-
-
-def test_two_calls_of_train_give_the_bits_of_the_program_and_leave_nothing_behind(finished, tmp_path, cache_dir):
+def test_train_gives_the_bits_of_the_program_and_leaves_nothing_behind(finished, tmp_path, cache_dir):
     def state():
         log = logging.getLogger("adloco")
         signals = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
@@ -90,16 +83,15 @@ def test_two_calls_of_train_give_the_bits_of_the_program_and_leave_nothing_behin
     logging.getLogger("adloco").addHandler(own)
     before = state()
     values = {"ETA": 0.3, "model_config.num_hidden_layers": 1}
-    for _ in range(2):
-        run = train(write_config(tmp_path, cache_dir), **values)
-        assert state() == before
-        assert own.stream is not None  # it is still open
-        assert not torch.distributed.is_initialized()
-        assert_same_run(run.folder, finished[0])
-        assert run.perplexity == run.summary["final_metric"] == run.training_log["validation_metric"][-1]
-        assert run.accuracy is None
-        assert (run.model_folder / "model.safetensors").exists()
+    run = train(write_config(tmp_path, cache_dir), **values)
+    assert state() == before
+    assert own.stream is not None  # it is still open
     own.close()
+    assert not torch.distributed.is_initialized()
+    assert_same_run(run.folder, finished[0])
+    assert run.perplexity == run.summary["final_metric"] == run.training_log["validation_metric"][-1]
+    assert run.accuracy is None
+    assert (run.model_folder / "model.safetensors").exists()
 
 
 def test_a_run_leaves_the_deterministic_mode_of_the_program():
@@ -125,7 +117,8 @@ def test_train_takes_a_mapping_a_config_and_a_run_to_resume(finished, tmp_path, 
     assert torch.get_num_threads() == 2
     torch.set_num_threads(1)
     assert first.summary["outer_steps"] == 1
-    config, _ = load_config(first.folder / "config.yaml")
+    config, warnings = load_config(first.folder / "config.yaml", checks=CHECKS)
+    assert warnings == []
     assert train(config, save_weights_every=None).perplexity == first.perplexity
     again = train(resume=first.folder, number_of_outer_steps=2)
     assert (again.folder, again.summary["outer_steps"]) == (first.folder, 2)
@@ -261,11 +254,6 @@ def test_the_log_says_what_lone_workers_cost(tmp_path, cache_dir):
     assert "| communications 1 (" in merge
     assert "in 4 rounds with 1 communication (" in log
     assert "; one worker alone in 50% of the rounds\n" in log
-    parts = [
-        float(number)
-        for number in re.search(r"\)\. (.+) s: start-up (.+) s, training (.+) s, eval\w+ (.+) s", log).groups()
-    ]
-    assert sum(parts[1:]) <= parts[0] + 0.2
     assert not re.search(r"\b(None|False|1 (trainer|node|round|communication)s)\b", log)
 
 
@@ -286,7 +274,6 @@ def test_an_option_without_a_value_starts_no_other_run(option, capsys):
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
-        (["INITIAL_BATCHSIZE=3"], "INITIAL_BATCHSIZE: unknown key; did you mean INITIAL_BATCH_SIZE?"),
         (["INITIAL_BATCH_SIZE=100000", "max_requested_batch=null"], "INITIAL_BATCH_SIZE: must be at most the"),
         (["model_type=bert"], "model_type: bert is for classification, dataset python_docs for causal_lm"),
         (
@@ -336,13 +323,6 @@ def test_the_first_line_is_there_before_anything_that_takes_long_is_loaded(progr
     begun = programs.run("run.py", env=os.environ | {"PYTHONPATH": str(tmp_path)}, fresh=True, status=1)
     assert begun.stdout == "AdLoCo: loading PyTorch ...\n"
     assert "is loaded" in begun.stderr
-
-
-def test_help_answers_without_loading_anything(programs):
-    """The help fits on one screen."""
-    said = programs.run("run.py", "--help", fresh=True, env=os.environ | {"COLUMNS": "80"}).stdout
-    assert "key=value" in said
-    assert 24 <= len(said.splitlines()) <= 40
 
 
 @pytest.mark.parametrize("buffering", [1, -1])
