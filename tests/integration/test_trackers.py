@@ -240,7 +240,7 @@ def test_a_run_folder_that_cannot_be_written_is_one_line(folder, tmp_path, capsy
     assert error.startswith("error: [Errno 17] File exists: ")
 
 
-def test_a_foreign_folder_uploads_no_file_outside_itself(folder, tmp_path):
+def test_a_foreign_folder_uploads_no_file_outside_itself(folder, tmp_path, monkeypatch):
     foreign = shutil.copytree(folder, tmp_path / "run")
     secret = tmp_path / "secret"
     secret.write_text("key")
@@ -259,11 +259,13 @@ def test_a_foreign_folder_uploads_no_file_outside_itself(folder, tmp_path):
     analysis = tmp_path / "analysis"
     analysis.mkdir()
     (analysis / log_processor.ANALYSIS_SUMMARY).write_text('{"config": {}}')
+    (analysis / "deviations.png").write_bytes(b"figure")
     (analysis / "errors.png").symlink_to(secret)
     listener = Listener(tmp_path)
     listener.figure = listener.artifact
-    log_processor.send_analysis(analysis, listener)
-    assert listener.calls == ["gradient analysis", "completed"]
+    monkeypatch.setattr(log_processor, "tracker_of", lambda *arguments: listener)
+    assert log_processor.main([str(analysis)]) == 0
+    assert listener.calls == ["deviations", "gradient analysis", "completed"]
 
 
 @pytest.mark.parametrize("name", ["tensorboard", "wandb"])
