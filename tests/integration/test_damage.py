@@ -138,16 +138,12 @@ def of_the_checkpoint_before(path: Path) -> None:
     shutil.copy(path.parent.with_name("round_00002") / path.name, path)
 
 
-@pytest.mark.parametrize(("name", "damage"), [
-    ("state.json", DAMAGE["flipped in the middle"]), ("trainer_0.safetensors", DAMAGE["cut"]),
-    ("config.yaml", DAMAGE["deleted"]),
-])  # fmt: skip
-def test_the_checkpoint_before_a_damaged_one_is_used(whole, copy, name, damage):
-    damage(copy / NEWEST / name)
+def test_the_checkpoint_before_a_damaged_one_is_used(whole, copy):
+    (copy / NEWEST / "config.yaml").unlink()
     assert resume(copy) == 0
     (warning,) = warnings_of(copy)
     assert warning.startswith(f"a checkpoint was passed over: {copy / NEWEST}: ")
-    assert name in warning
+    assert "config.yaml" in warning
     assert f"resumed after round {ROUNDS - 1}" in log_of(copy)
     assert (copy / "checkpoints" / f"damaged_round_{ROUNDS:05d}").is_dir()
     assert_same_run(copy, whole, besides=("warnings",))
@@ -234,26 +230,19 @@ def test_a_kill_at_any_step_of_a_checkpoint_leaves_a_complete_one(tmp_path, repe
 # Configuration and logs
 
 
-@pytest.mark.parametrize("damage", ["junk", "cut", "deleted", "a folder"])
+@pytest.mark.parametrize("damage", ["junk", "cut"])
 def test_a_damaged_configuration_is_refused(stopped, capsys, damage):
     DAMAGE[damage](stopped / "config.yaml")
     assert resume(stopped) == 2
     assert len(error_lines(capsys)) == 1
 
 
-@pytest.mark.parametrize(("line", "now", "status", "expected"), [
-    ("ETA: 0.4", "ETA: 0.5", 0, "resumed with another ETA: was 0.4, now 0.5"),
-    ("training_seed: 42", "training_seed: 43", 2, "training_seed: cannot change in a run that has begun, was 42"),
-    ("val_size: 10", "val_size: 11", 2, "the checkpoint is of a run on other data"),
-])  # fmt: skip
-def test_a_value_of_the_configuration_that_is_not_that_of_the_checkpoint_is_reported(
-    stopped, capsys, line, now, status, expected
-):
+def test_a_value_of_the_configuration_that_is_not_that_of_the_checkpoint_is_reported(stopped):
     path = stopped / "config.yaml"
-    path.write_text(path.read_text().replace(line, now))
-    assert resume(stopped) == status
-    (message,) = error_lines(capsys) if status else warnings_of(stopped)
-    assert expected in message
+    path.write_text(path.read_text().replace("ETA: 0.4", "ETA: 0.5"))
+    assert resume(stopped) == 0
+    (warning,) = warnings_of(stopped)
+    assert "resumed with another ETA: was 0.4, now 0.5" in warning
 
 
 def damage_record(path: Path, damage: str) -> None:
@@ -329,15 +318,15 @@ def replaced_by_a_file(path: Path) -> None:
 
 
 @pytest.mark.parametrize(("name", "fault"), [
-    (".", shutil.rmtree), (".", replaced_by_a_file), ("model_training_report", shutil.rmtree),
-    ("memory_report", replaced_by_a_file), ("checkpoints", shutil.rmtree), ("model_weights", replaced_by_a_file),
+    (".", shutil.rmtree), (".", replaced_by_a_file), ("memory_report", replaced_by_a_file),
+    ("checkpoints", shutil.rmtree), ("model_weights", replaced_by_a_file),
 ])  # fmt: skip
 def test_a_folder_that_is_lost_while_a_run_trains_costs_warnings(tmp_path, cache_dir, monkeypatch, name, fault):
     """The exit status is 1 if models cannot be written."""
     folder = tmp_path / "logs" / "whole"
     before_round(monkeypatch, 1, lambda: fault(folder / name))
     assert start(tmp_path, cache_dir) == int(fault is not shutil.rmtree and name in (".", "model_weights"))
-    if name not in (".", "model_training_report"):
+    if name != ".":
         assert summary(folder)["outer_steps"] == ROUNDS
         assert summary(folder)["status"] == "completed"
         named = "models" if name == "model_weights" else name.split("_")[0].rstrip("s")
@@ -461,15 +450,18 @@ def test_a_folder_of_runs_that_cannot_be_made_is_one_line(tmp_path, capsys, made
     assert error.startswith("error: results cannot be written: [Errno 20] Not a directory")
 
 
-@pytest.mark.parametrize("name", ["exchange_log.csv", "node_log.csv", "merge_log.csv"])
-def test_a_finished_run_whose_records_are_cut_is_no_outcome(tmp_path, made, name):
+@pytest.mark.parametrize(("name", "lost"), [
+    ("exchange_log.csv", ""), ("node_log.csv", ""), ("merge_log.csv", ""), ("training_log.csv", f"{ROUNDS},"),
+])  # fmt: skip
+def test_a_finished_run_whose_records_are_cut_is_no_outcome(tmp_path, made, name, lost):
     """A run without its exchanges would have too short a simulated time."""
     comparison = load_spec(small_comparison(tmp_path))
     run = make_run(comparison, comparison.methods[0], 1)
     runner = Runner(tmp_path / "runs", 1)
     runner.make([run], "small")
     path = made[0] / "run" / "model_training_report" / name
-    path.write_text(path.read_text().splitlines()[0])
+    header, *rows = path.read_text().splitlines(keepends=True)
+    path.write_text("".join([header, *(row for row in rows if not row.startswith(lost))]))
     with pytest.raises(RunFolderError, match="its records are incomplete"):
         runner.data(run)
 
@@ -485,19 +477,13 @@ def test_damaged_records_of_a_finished_run_are_one_line(tmp_path, capsys, made):
     assert f"{made[0] / 'run'}: not a run folder, or damaged: IndexError" in error
 
 
-def without_the_last_round(run: Path) -> None:
-    path = run / "model_training_report" / "training_log.csv"
-    path.write_text("".join(row for row in path.open() if not row.startswith(f"{ROUNDS},")))
+def test_a_run_whose_summary_a_full_disk_has_kept_old_is_no_outcome(tmp_path, monkeypatch, made):
+    def leave_it_running(program) -> int:
+        path = made[-1] / "run" / "model_training_report" / "summary.json"
+        path.write_text(path.read_text().replace('"completed"', '"running"'))
+        return 0
 
-
-def still_running(run: Path) -> None:
-    path = run / "model_training_report" / "summary.json"
-    path.write_text(path.read_text().replace('"completed"', '"running"'))
-
-
-@pytest.mark.parametrize("damage", [without_the_last_round, still_running])
-def test_a_run_whose_records_a_full_disk_has_cut_is_no_outcome(tmp_path, monkeypatch, made, damage):
-    monkeypatch.setattr(subprocess.Popen, "wait", lambda program: damage(made[-1] / "run") or 0)
+    monkeypatch.setattr(subprocess.Popen, "wait", leave_it_running)
     comparison = load_spec(small_comparison(tmp_path))
     run = make_run(comparison, comparison.methods[0], 1)
     with pytest.raises(ComparisonError, match="AdLoCo, seed 1: its records are incomplete"):
