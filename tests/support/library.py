@@ -3,6 +3,7 @@
 import argparse
 import os
 import sys
+from collections.abc import Iterable
 from unittest.mock import patch
 
 import torch
@@ -88,6 +89,11 @@ def trained_over_nccl(device: str, steps: int, **arguments) -> tuple[int, list[t
         return trained_regression(f"cuda:{int(rank) % torch.cuda.device_count()}", steps, **arguments)
 
 
+def assert_equal_tensors(expected: Iterable[torch.Tensor], found: Iterable[torch.Tensor]) -> None:
+    for first, second in zip(expected, found, strict=True):
+        assert torch.equal(first, second)
+
+
 class Rows(nn.Module):
     """Two matrices, which any optimizer can train, also one for matrices."""
 
@@ -141,8 +147,6 @@ def begin_with_unlike_processes(interrupted: list[dict], alone: dict) -> dict:
     attempt("type of the model's device", lambda: adloco.Worker(placed, torch.optim.SGD(placed.parameters(), lr=0.1)))
     optimizer = (torch.optim.SGD, torch.optim.Adam)[rank]
     attempt("optimizer", lambda: adloco.Worker(model, optimizer(model.second.parameters(), lr=0.1)))
-    rates = torch.optim.SGD(model.second.parameters(), lr=(0.1, 0.2)[rank])
-    attempt("optimizer, rates", lambda: adloco.Worker(model, rates))
     tensors = torch.optim.SGD(model.second.parameters(), lr=torch.tensor((0.1, 0.2)[rank]))
     attempt("optimizer, rates in tensors", lambda: adloco.Worker(model, tensors))
     order = ([model.second.weight, model.second.bias], [model.second.bias, model.second.weight])[rank]
@@ -176,7 +180,10 @@ def leave_early() -> None:
 
 
 def train_as_the_trainer(options: argparse.Namespace) -> list[dict[str, torch.Tensor]]:
-    """Return the parameters of a loop, of the same run by the Trainer, and of one that resumed in the middle."""
+    """Return the parameters of a loop, of the same run by the Trainer, and of one that resumed in the middle.
+
+    The last are those of adapters that the Trainer trains for five steps.
+    """
     torch.set_num_threads(1)
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32)
@@ -191,8 +198,10 @@ def train_as_the_trainer(options: argparse.Namespace) -> list[dict[str, torch.Te
         worker.step()
         rates.step()
     checkpoint = f"{options.output}/worker_{worker.index}/checkpoint-10"
+    of_adapters = {"lora": True, "steps": 5, "output": f"{options.output}_adapters"}
     return [
         worker.trained_parameters(),
         hugging_face_trainer.train(options),
         hugging_face_trainer.train(options, checkpoint),
+        hugging_face_trainer.train(argparse.Namespace(**vars(options) | of_adapters)),
     ]
