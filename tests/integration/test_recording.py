@@ -1,7 +1,9 @@
 """Records of a run: warnings, exchanges, step losses, node times, and files that cannot be written."""
 
+import contextlib
 import dataclasses
 import io
+import os
 import signal
 import subprocess
 import sys
@@ -15,7 +17,7 @@ from algorithms.batch.switch_mode import ExecutionPlan
 from algorithms.nodes.traffic import Event
 from fabrics.training.worker import WorkerRound
 from tests.support.helpers import CPU, warnings_of
-from tests.support.runs import PAGE, record_run, rows_of, start_training, summary, table_of, write_config
+from tests.support.runs import PAGE, before_round, record_run, rows_of, summary, table_of, write_config
 from training_logs.recording.csv_log import CsvLog
 from training_logs.recording.memory_monitor import memory_use
 from training_logs.recording.recorder import RunRecorder
@@ -53,17 +55,19 @@ def completed(folder: Path) -> Path:
     return run
 
 
-@pytest.mark.parametrize("full", ["stdout", "stderr"])
-def test_a_full_disk_under_a_standard_stream_does_not_end_a_run(programs, tmp_path, full):
-    """Not even while documents are tokenised, with bars on standard error."""
+@pytest.mark.parametrize(("full", "buffering"), [("stdout", 1), ("stdout", -1), ("stderr", 1)])
+def test_a_full_disk_under_a_standard_stream_does_not_end_a_run(tmp_path, monkeypatch, capsys, full, buffering):
+    """Not even while documents are tokenised."""
     config = write_config(tmp_path, tmp_path / "cache", **PAGE, number_of_outer_steps=2)
-    with open("/dev/full", "w") as file:
-        process = programs.start("run.py", "--config", config, **{"stderr": subprocess.PIPE} | {full: file})
-        _, errors = process.communicate()
-    assert process.returncode == 0, errors
+    monkeypatch.setattr(sys, "argv", ["run.py", "--config", str(config)])
+    file = open("/dev/full", "w", buffering)  # noqa: SIM115 (closing it fails)
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, full, file)
+        assert program.start() == 0
+    with contextlib.suppress(OSError):
+        file.close()
     completed(tmp_path)
-    if full == "stdout":
-        assert errors.count("standard output cannot be written") == 1
+    assert capsys.readouterr().err.count("standard output cannot be written") == (full == "stdout")
 
 
 @pytest.mark.usefixtures("programs")
@@ -74,12 +78,27 @@ def test_closed_standard_streams_do_not_end_a_run(tmp_path, cache_dir):
     completed(tmp_path)
 
 
-def test_an_interrupted_run_whose_terminal_is_gone_ends_with_a_checkpoint(programs, tmp_path, cache_dir):
+def test_an_interrupted_run_whose_terminal_is_gone_ends_with_a_checkpoint(tmp_path, cache_dir, monkeypatch):
     """Ctrl-C also ends the `tee` that reads both streams of the run."""
-    process, folder = start_training(programs, tmp_path, cache_dir)
-    process.stdout.close()
-    process.send_signal(signal.SIGINT)
-    assert process.wait() == 130
+    config = write_config(tmp_path, cache_dir, save_weights_every=None)
+    monkeypatch.setattr(sys, "argv", ["run.py", "--config", str(config)])
+    read, write = os.pipe()
+    standard_error = os.dup(2)
+
+    def interrupt():
+        os.close(read)
+        os.dup2(write, 2)  # the signal handler writes to this descriptor
+        os.kill(os.getpid(), signal.SIGINT)
+
+    before_round(monkeypatch, 2, interrupt)
+    with program._unchanged_program(), open(write, "w", 1) as terminal, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", terminal)
+        patch.setattr(sys, "stderr", terminal)
+        status = program.start()
+        os.dup2(standard_error, 2)
+    os.close(standard_error)
+    assert status == 130
+    (folder,) = (tmp_path / "logs").iterdir()
     assert summary(folder)["status"] == "interrupted"
     assert has_checkpoint(folder)
 

@@ -12,7 +12,6 @@ from safetensors.torch import load_file
 
 from cluster import Cluster
 from tests.support.helpers import tiny_cluster
-from tests.support.programs import Popen, Programs, wait_until
 from training_logs.recording import recorder as recording
 from training_logs.recording.provenance import Code, Origin, machine, machines
 from training_logs.recording.recorder import RunRecorder
@@ -61,19 +60,6 @@ def write_config(folder: Path, cache_dir: Path, **values) -> Path:
     path = folder / "config.yaml"
     path.write_text(yaml.safe_dump(SHORT | {"log_dir": str(folder / "logs"), "cache_dir": str(cache_dir)} | values))
     return path
-
-
-def start_training(programs: Programs, folder: Path, cache_dir: Path) -> tuple[Popen, Path]:
-    """Start a run; return its process and its folder as soon as it has logged two rounds."""
-    config = write_config(folder, cache_dir, **PAGE, save_weights_every=None, number_of_outer_steps=400)
-    process = programs.start("run.py", "--config", config)
-
-    def two_rounds() -> list[Path]:
-        logs = folder.glob("logs/*/model_training_report/training_log.csv")
-        return [log for log in logs if log.read_text().count("\n") > 2 * SHORT["number_of_initial_trainers"]]
-
-    (log,) = wait_until(two_rounds, "two rounds", process)
-    return process, log.parent.parent
 
 
 def before_round(monkeypatch, rounds: int, action: Callable[[], object]) -> None:

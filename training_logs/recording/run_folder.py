@@ -79,7 +79,8 @@ def start_logging(is_main: bool = True) -> logging.handlers.MemoryHandler:
     if not (is_main and shows_progress()):
         disable_progress_bar()  # of downloads, and of loading weights
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")
+        with contextlib.suppress(OSError):  # it writes what is buffered; the console reports a full disk
+            sys.stdout.reconfigure(errors="backslashreplace")
     logger.setLevel(logging.INFO)
     logger.propagate = False
     for handler in list(logger.handlers):
