@@ -73,21 +73,9 @@ cli_evaluate()
 """
 
 
-def documented_arguments(folder) -> list[str]:
-    """The arguments of lm_eval in docs/run_folder.md, for the only trainer of a run in this folder."""
-    [words] = [words for block in COMMANDS for words in block.commands(run="RUN", id="0") if words[0] == "lm_eval"]
-    return [word.replace("logs/RUN", str(folder)) for word in words[1:]]
-
-
 def test_the_documented_command_evaluates_a_model_of_a_run_on_a_local_task(programs, folder, tmp_path):
     pytest.importorskip("lm_eval")
     (tmp_path / "evaluate_locally.py").write_text(LM_EVAL)
-    programs.run(tmp_path / "evaluate_locally.py", *documented_arguments(folder))
+    (words,) = (words for block in COMMANDS for words in block.commands(run="RUN", id="0") if words[0] == "lm_eval")
+    programs.run(tmp_path / "evaluate_locally.py", *(word.replace("logs/RUN", str(folder)) for word in words[1:]))
     assert "python_phrases, acc" in downstream_results(folder)
-
-
-def test_the_documented_command_names_the_folders_of_a_run(folder):
-    arguments = documented_arguments(folder)
-    assert (folder / "model_weights" / "trainer_0").is_dir()
-    assert arguments[arguments.index("--model_args") + 1] == f"pretrained={folder}/model_weights/trainer_0"
-    assert arguments[arguments.index("--output_path") + 1] == f"{folder}/evaluation"
