@@ -130,6 +130,12 @@ def cache_dir(tmp_path_factory):
 
 
 @pytest.fixture
+def no_pixels(monkeypatch):
+    """Write figures as empty files: rendering takes longer than small runs do."""
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, path, **options: path.touch())
+
+
+@pytest.fixture
 def all_checkpoints(monkeypatch):
     """Runs in this process keep all their checkpoints."""
     monkeypatch.setattr("utils.checkpoint.checkpoint.KEPT", 99)

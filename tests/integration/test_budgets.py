@@ -85,9 +85,7 @@ def test_sequences_of_different_lengths_end_a_run_at_the_step_that_reaches_the_t
 @pytest.mark.parametrize(
     ("trainers", "settings"),
     [
-        (1, {"communication_budget": 10, "sampling_method": "none"}),
         (1, {"communication_budget": 5, "smallest_worker_batch": 4}),
-        (4, {"communication_budget": 20, "nodes_per_gpu": 4, "sampling_method": "none"}),
         (
             4,
             {

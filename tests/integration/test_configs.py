@@ -18,6 +18,7 @@ from fabrics.data.dataset_loader import load_data
 from fabrics.data.documents import Skipped, matching_files, whole_file
 from tests.support.helpers import TINY_ARCHITECTURE, Recorder
 from tests.support.programs import Programs
+from tests.support.runs import summary
 from training_logs.showing.run_data import read_table
 from utils.config.reading import load_config
 
@@ -47,8 +48,8 @@ def run(programs: Programs, config: str, folder: Path, *overrides: str) -> dict:
     # One layer and half of the training, evaluated at its end.
     less = ["number_of_inner_steps_between_outers=6", "eval_every=7", "model_config.num_hidden_layers=1"]
     programs.run("run.py", "--config", f"configs/{config}", *places, *less, *overrides)
-    (path,) = folder.glob("*/model_training_report/summary.json")
-    return json.loads(path.read_text())
+    (report,) = folder.glob("*/model_training_report")
+    return summary(report.parent)
 
 
 def test_c4_microllama_in_small(programs, samples, tmp_path):

@@ -18,8 +18,6 @@ def test_without_a_gpu_nothing_is_written(monkeypatch, capsys):
     assert gpu.main([]) == 0
     assert capsys.readouterr().out == "no GPU here: nothing is measured, and nothing written\n"
     assert gpu.PAGE.read_bytes() == page
-    recipe = (gpu.ROOT / "Makefile").read_text().split("\ngpu:")[1].splitlines()[1]
-    assert recipe == "\t$(VENV)/bin/python benchmarks/performance/gpu.py"
 
 
 def test_the_page_has_the_section_of_the_recorded_results():

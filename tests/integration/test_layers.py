@@ -137,7 +137,7 @@ def test_what_is_written_and_what_is_shown_meet_in_the_run_folder_alone():
             assert not any(name.startswith(f"training_logs.{other}") for name in found), file
 
 
-@pytest.mark.parametrize("command", ["log_processor", "training_monitoring"])
-def test_what_reports_and_draws_beside_a_run_starts_without_pytorch(programs, command):
-    program = f"import sys, training_logs.{command}; print(sorted({{'torch', 'transformers'}} & set(sys.modules)))"
+def test_what_reports_and_draws_beside_a_run_starts_without_pytorch(programs):
+    program = """import sys, training_logs.log_processor, training_logs.training_monitoring
+print(sorted({"torch", "transformers"} & set(sys.modules)))"""
     assert programs.run("-c", program, fresh=True).stdout.strip() == "[]"

@@ -29,6 +29,7 @@ from fabrics.training.flat_model import FlatModel
 from fabrics.training.optimizers import WorkerOptimizer
 from gradient_analysis.gradient_analysis import AnalysisConfig, resolve_model
 from tests.support.helpers import make_config, tiny_data, warnings_of
+from tests.support.runs import summary
 from tests.support.threads import refusals, together
 from training_logs.recording.provenance import Code, Invocations, Origin
 from utils.config import plugins
@@ -222,17 +223,14 @@ def test_a_run_of_two_processes_records_its_plugins_and_is_resumed_elsewhere(pro
     programs.run(ROOT / "run.py", "--config", f"{ROOT}/examples/own_model.yaml", *words, cwd=tmp_path)
     (folder,) = (tmp_path / "logs").iterdir()
 
-    def invocations():
-        return json.loads((folder / "model_training_report" / "summary.json").read_text())["invocations"]
-
-    (begun,) = invocations()
+    (begun,) = summary(folder)["invocations"]
     assert [Path(plugin["path"]) for plugin in begun["plugins"]] == [mine, ROOT / "examples" / "own_model.py"]
     assert begun["processes"] == 2
 
     mine.write_text(BATCH_TEST + "# changed\n")
     longer = ["number_of_outer_steps=4", "processes=1"]
     programs.run(ROOT / "run.py", "--resume", folder, *longer, cwd=tmp_path / "elsewhere")
-    before, now = (entry["plugins"][0]["sha256"][:16] for entry in invocations())
+    before, now = (entry["plugins"][0]["sha256"][:16] for entry in summary(folder)["invocations"])
     assert before != now
     assert warnings_of(folder) == [
         f"plugins: mine.py has changed since the run was last started: SHA-256 {before} then, {now} now"
@@ -407,14 +405,14 @@ def test_the_example_network_learns_the_digits(programs, tmp_path):
     places = [f"log_dir={tmp_path}", "clearml=off", "plot_at_end=false", "processes=1", "number_of_training_epochs=4"]
     programs.run("run.py", "--config", "examples/own_model.yaml", *places)
     (folder,) = tmp_path.iterdir()
-    summary = json.loads((folder / "model_training_report" / "summary.json").read_text())
-    assert (summary["metric"], summary["initial_trainers"], summary["final_trainers"]) == ("accuracy", 2, 1)
-    assert summary["initial_metric"] < 0.2
-    assert summary["final_metric"] > 0.85
+    found = summary(folder)
+    assert (found["metric"], found["initial_trainers"], found["final_trainers"]) == ("accuracy", 2, 1)
+    assert found["initial_metric"] < 0.2
+    assert found["final_metric"] > 0.85
     places = [f"output_dir={tmp_path}/analysis", "sample_size=32", "batch_size=4"]
     programs.run("gradient_analysis/gradient_analysis.py", f"model={folder}", *places)
     analysis = json.loads(next((tmp_path / "analysis").glob("*.json")).read_text())
-    assert (analysis["parameters"], analysis["sample"]) == (summary["parameters"], 32)
+    assert (analysis["parameters"], analysis["sample"]) == (found["parameters"], 32)
 
 
 def test_the_notebook_trains_plots_and_generates_text(programs, tmp_path, cache_dir):

@@ -77,6 +77,18 @@ def test_the_exchange_log_adds_up_to_the_round_log(run):
     assert sent == run.rounds[-1]["bytes_synchronised"] > 0
 
 
+# Memory
+
+
+def test_memory_is_logged_at_stages(folder):
+    rows = rows_of(folder / "memory_report" / "memory_log.csv")
+    own = [row for row in rows if row["device"] == "process 0"]
+    assert [row["stage"] for row in own] == ["before training", *["after a round"] * 5, "end"]
+    assert [row["outer_step"] for row in own] == ["0", "1", "2", "3", "4", "5", "5"]
+    assert all(10**8 < int(r["allocated_bytes"]) <= int(r["peak_bytes"]) < int(r["total_bytes"]) for r in own)
+    assert {row["device"] for row in rows} == {"process 0", "host"}
+
+
 # Plots
 
 
@@ -130,11 +142,11 @@ def test_the_metric_after_a_merge_in_the_last_round_is_the_last_point(run):
     assert headline(ended)["perplexity, best in a round"] == headline(run)["perplexity, best in a round"] != "1.50"
 
 
-def test_a_run_that_has_evaluated_no_round_yet_has_a_report(tmp_path):
-    folder = record_run(tmp_path, plot_at_end=True, eval_every=99, number_of_outer_steps=1)
-    rounds = read_run(folder).rounds
+def test_a_run_that_has_evaluated_no_round_yet_has_a_report(run, tmp_path, no_pixels):
+    copy = shutil.copytree(run.folder, tmp_path / "run")
+    rounds = run.rounds.copy()
     rounds["validation_metric"] = math.nan
-    early = dataclasses.replace(with_summary(read_run(folder), final_metric=None), rounds=rounds)
+    early = dataclasses.replace(with_summary(run, final_metric=None), folder=copy, rounds=rounds)
     plots.plot_run(early)
     assert headline(early)["perplexity, best in a round"] == "-"
     assert "<h2>Plots</h2>" in run_body(early)
@@ -218,12 +230,6 @@ def test_a_budget_is_compared_with_its_use(tmp_path):
     words = f"{byte_size(used)} of 500.0 kB used"
     assert headline(read_run(folder))["budget"] == words
     assert f"budget: {words}" in (folder / "training_log.log").read_text(encoding="utf-8")
-
-
-@pytest.fixture
-def no_pixels(monkeypatch):
-    """Write figures as empty files: rendering takes longer than small runs do."""
-    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, path, **options: path.touch())
 
 
 def test_a_killed_run_has_a_report_up_to_its_last_round(tmp_path, monkeypatch, no_pixels):

@@ -1,7 +1,6 @@
 """The program as a user runs it: run folder, logs, summary, plots, model, and errors before any work."""
 
 import html
-import json
 import logging
 import os
 import platform
@@ -32,6 +31,7 @@ from fabrics.training.worker import TrainingError
 from run import train
 from tests.support.programs import command
 from tests.support.runs import assert_same_run, before_round, error_lines, rows_of, write_config
+from tests.support.runs import summary as summary_of
 from training_logs.showing.run_data import read_run
 from utils.config.reading import load_config
 from utils.config.schema import ConfigError
@@ -56,7 +56,7 @@ def rows(finished):
 
 @pytest.fixture(scope="module")
 def summary(finished):
-    return json.loads((finished[0] / "model_training_report" / "summary.json").read_text())
+    return summary_of(finished[0])
 
 
 def test_the_run_folder_is_named_after_model_dataset_and_date(finished):
@@ -360,11 +360,11 @@ def test_a_run_that_cannot_go_on_says_why_and_keeps_what_it_has(tmp_path, cache_
     assert program.main(["--config", str(config)]) == 1
     captured = capsys.readouterr()
     assert "lower learning_rate_for_inner_opt" in captured.out + captured.err
-    (report,) = tmp_path.glob("logs/*/model_training_report")
-    summary = json.loads((report / "summary.json").read_text())
+    (folder,) = tmp_path.glob("logs/*")
+    summary = summary_of(folder)
     assert summary["status"] == "failed"
     assert "lower learning_rate_for_inner_opt" in summary["error"]
-    assert html.escape(summary["error"]) in (report / "report.html").read_text()
+    assert html.escape(summary["error"]) in (folder / "model_training_report" / "report.html").read_text()
 
 
 def test_an_unforeseen_error_is_logged_whole_and_the_run_keeps_what_it_has(tmp_path, cache_dir, monkeypatch):
@@ -373,14 +373,14 @@ def test_an_unforeseen_error_is_logged_whole_and_the_run_keeps_what_it_has(tmp_p
 
     before_round(monkeypatch, 1, fail)
     assert program.main(["--config", str(write_config(tmp_path, cache_dir))]) == 1
-    (report,) = tmp_path.glob("logs/*/model_training_report")
-    summary = json.loads((report / "summary.json").read_text())
+    (folder,) = tmp_path.glob("logs/*")
+    summary = summary_of(folder)
     assert (summary["status"], summary["outer_steps"]) == ("failed", 1)
     assert summary["error"] == "RuntimeError: the disk is on fire"
-    log = (report.parent / "training_log.log").read_text()
+    log = (folder / "training_log.log").read_text()
     assert "Traceback" in log
     assert "RuntimeError: the disk is on fire" in log
-    assert (report / "training_log.csv").read_text().count("\n") == 4
+    assert len(rows_of(folder / "model_training_report" / "training_log.csv")) == 3
 
 
 def test_every_field_of_the_records_is_explained(finished, summary):

@@ -16,7 +16,7 @@ from fabrics.config_checks import CHECKS
 from tests.support import tracked
 from tests.support.clearml_server import ClearMLServer
 from tests.support.programs import LIMIT_SECONDS
-from tests.support.runs import before_round, record_run
+from tests.support.runs import before_round, record_run, summary
 from training_logs import log_processor
 from training_logs.recording.run_folder import check_logs
 from training_logs.showing.plots import plots_of
@@ -210,9 +210,8 @@ class Listener(Tracker):
 def test_a_run_is_followed_until_the_process_that_trains_has_ended(folder, tmp_path, monkeypatch):
     """Rounds 4 and 5 are written meanwhile, and the run is killed before its summary says that it has ended."""
     report_dir = shutil.copytree(folder, tmp_path / "run") / "model_training_report"
-    summary = json.loads((report_dir / "summary.json").read_text())
     unfinished = {"status": "running", "best_model": None, "final_metric": None}
-    (report_dir / "summary.json").write_text(json.dumps(summary | unfinished))
+    (report_dir / "summary.json").write_text(json.dumps(summary(folder) | unfinished))
     log = report_dir / "training_log.csv"
     whole = log.read_text()
     header, *lines = whole.splitlines(True)
@@ -347,9 +346,9 @@ def test_online_without_credentials_ends_before_training(tmp_path, capsys):
 
 
 def warnings_of(folder: Path) -> list[str]:
-    summary = json.loads((folder / "model_training_report" / "summary.json").read_text())
-    assert (summary["status"], summary["outer_steps"]) == ("completed", 5)
-    return [entry["message"] for entry in summary["warnings"] if "clearml" in entry["message"]]
+    found = summary(folder)
+    assert (found["status"], found["outer_steps"]) == ("completed", 5)
+    return [entry["message"] for entry in found["warnings"] if "clearml" in entry["message"]]
 
 
 def test_a_server_is_told_everything_while_the_run_goes_on(online, tmp_path, monkeypatch):
