@@ -56,7 +56,9 @@ def assert_restarted(trainer: Trainer, worker: int, like: int) -> None:
     """A worker has the shared parameters, another worker's moments, and zeros."""
     fresh, method = trainer.local_workers[worker], trainer.worker_group.method
     for name, moment in fresh.moments.items():
-        assert torch.equal(moment, trainer.local_workers[like].moments[name])
+        copied = trainer.local_workers[like].moments[name]
+        assert torch.equal(moment, copied)
+        assert moment.data_ptr() != copied.data_ptr()
     for name in fresh.state.keys() - {COPY}:
         assert not fresh.state[name].any()
     assert set(fresh.state) - {ERROR} == {*method.worker_state, *([COPY] if method.keeps != "shared" else [])}
