@@ -135,12 +135,6 @@ def no_pixels(monkeypatch):
     monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, path, **options: path.touch())
 
 
-@pytest.fixture
-def all_checkpoints(monkeypatch):
-    """Runs in this process keep all their checkpoints."""
-    monkeypatch.setattr("utils.checkpoint.checkpoint.KEPT", 99)
-
-
 @pytest.fixture(scope="session")
 def c4_shards(tmp_path_factory):
     """A small copy of the C4 repository on the hub, with real text."""

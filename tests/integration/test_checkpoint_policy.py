@@ -13,7 +13,10 @@ from tests.support.threads import together
 ALONE = {"number_of_initial_trainers": 1, "nodes_per_gpu": 1, "number_of_inner_steps_between_outers": 1}
 ALONE |= {"sampling_method": "none"}
 
-pytestmark = pytest.mark.usefixtures("all_checkpoints")
+
+@pytest.fixture(autouse=True)
+def _all_checkpoints_are_kept(monkeypatch):
+    monkeypatch.setattr("utils.checkpoint.checkpoint.KEPT", 99)
 
 
 def checkpoints(folder) -> list[str]:

@@ -216,13 +216,6 @@ def recorded_pseudo_gradients(monkeypatch) -> list[torch.Tensor]:
     return found
 
 
-def parameters_of(trainer: Trainer) -> dict[str, torch.Tensor]:
-    """Return the trainer's parameters by name."""
-    working = trainer.worker_group.model
-    working.load(trainer.parameters)
-    return {name: tensor.detach().clone() for name, tensor in working.module.named_parameters()}
-
-
 _DOCUMENTS = [
     "The quick brown fox jumps over the lazy dog.",
     "A cluster owns nodes and trainers; trainers own workers.",
@@ -267,24 +260,6 @@ def text_of(data: TaskData) -> str:
 def tiny_cluster(**values) -> Cluster:
     config = make_config(model_config=TINY_ARCHITECTURE, **values)
     return Cluster(config, tiny_data())
-
-
-def examples_of_an_epoch(**values) -> tuple[Cluster, list[int]]:
-    """Train an epoch of 96 examples in rounds of two inner steps; return the cluster and the examples that it drew."""
-    seen = []
-
-    class Noted(PackedSequences):
-        def batch(self, indices, device):
-            seen.extend(np.asarray(indices).tolist())
-            return super().batch(indices, device)
-
-    config = make_config(
-        model_config=TINY_ARCHITECTURE, number_of_outer_steps=None, number_of_training_epochs=1,
-        number_of_inner_steps_between_outers=2, sampling_method="none", **values,
-    )  # fmt: skip
-    cluster = Cluster(config, dataclasses.replace(tiny_data(), train=Noted(random_sequences(96, 9, seed=1))))
-    cluster.train(Recorder())
-    return cluster, seen
 
 
 @functools.cache

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 
 from cluster import Cluster
 from configs.make_samples import paragraphs_and_docstrings, write_imdb
@@ -12,7 +13,8 @@ from fabrics.data.dataset_loader import load_data
 from fabrics.data.documents import DatasetError, Skipped
 from fabrics.data.imdb import choose, encode_reviews, hub_reviews, local_reviews
 from fabrics.data.tokenization import train_tokenizer
-from tests.support.helpers import CPU, Recorder, parameters_of
+from tests.support.helpers import CPU, Recorder
+from trainers import Trainer
 from utils.config.reading import parse_config
 from utils.config.schema import ConfigError
 
@@ -174,6 +176,13 @@ def test_the_digest_of_the_data_depends_on_the_classes(make, folder, monkeypatch
 
     monkeypatch.setattr("fabrics.data.imdb.choose", relabelled)
     assert load_data(make(imdb_local_path=str(folder))).content != digest
+
+
+def parameters_of(trainer: Trainer) -> dict[str, torch.Tensor]:
+    """Return the trainer's parameters by name."""
+    working = trainer.worker_group.model
+    working.load(trainer.parameters)
+    return {name: tensor.detach().clone() for name, tensor in working.module.named_parameters()}
 
 
 @pytest.mark.parametrize("single_seed", [True, False])

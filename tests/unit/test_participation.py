@@ -1,8 +1,10 @@
 """Node schedules, workers that rest, and lost messages."""
 
+import dataclasses
 import itertools
 from collections import Counter
 
+import numpy as np
 import pytest
 import torch
 
@@ -11,12 +13,23 @@ from algorithms.synchronisation import METHODS
 from algorithms.synchronisation.diloco import nesterov_step
 from cluster import Cluster
 from fabrics.config_checks import CHECKS
+from fabrics.data.examples import PackedSequences
 from fabrics.training.inner_loop import InnerLoop
 from fabrics.training.outer_round import OuterRound
 from fabrics.training.work_split import draw_lost_messages, draw_participants, participant_count
 from fabrics.training.worker import COPY, RoundKey
 from tests.support import matrix
-from tests.support.helpers import Recorder, Stack, examples_of_an_epoch, light_cluster, recorded_pseudo_gradients, train
+from tests.support.helpers import (
+    TINY_ARCHITECTURE,
+    Recorder,
+    Stack,
+    light_cluster,
+    make_config,
+    random_sequences,
+    recorded_pseudo_gradients,
+    tiny_data,
+    train,
+)
 from utils.config.schema import Config, ConfigError
 
 
@@ -95,10 +108,20 @@ def test_trainers_divide_the_scheduled_nodes():
 
 
 def test_an_epoch_with_changing_nodes_reads_every_example_once():
-    cluster, seen = examples_of_an_epoch(
-        number_of_initial_trainers=2, merge_frequency=3, node_schedule=[[0, 3], [0.3, 4], [0.6, 1]], participants=0.5,
-        message_loss=0.5,
+    seen = []
+
+    class Noted(PackedSequences):
+        def batch(self, indices, device):
+            seen.extend(np.asarray(indices).tolist())
+            return super().batch(indices, device)
+
+    config = make_config(
+        model_config=TINY_ARCHITECTURE, number_of_outer_steps=None, number_of_training_epochs=1,
+        number_of_inner_steps_between_outers=2, sampling_method="none", number_of_initial_trainers=2, merge_frequency=3,
+        node_schedule=[[0, 3], [0.3, 4], [0.6, 1]], participants=0.5, message_loss=0.5,
     )  # fmt: skip
+    cluster = Cluster(config, dataclasses.replace(tiny_data(), train=Noted(random_sequences(96, 9, seed=1))))
+    cluster.train(Recorder())
     assert cluster.merges == 1
     assert sorted(seen) == list(range(96))
 
