@@ -32,7 +32,7 @@ pytestmark = pytest.mark.long
 MODEL_BYTES = 27_072
 H = "number_of_inner_steps_between_outers"
 SEQUENCE_TOKENS = 9
-# Computing takes 333 / 4 + 6 seconds by the clock below; a synchronisation of four workers takes 1.55.
+# Computing takes 333 / 4 + 6 seconds by the clock below; a synchronisation of four workers takes 1.38.
 TIME = {"time_budget": 110.0, "link": "300kb/s,0.3s", "max_tokens": 3000, "sampling_method": "none"}
 
 
