@@ -1,7 +1,9 @@
 """Readers of the files of experiment trackers."""
 
 import json
+import re
 import struct
+import zipfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,6 +22,26 @@ class Tracked:
         points = self.scalars.setdefault((title, series), {})
         assert step not in points, "written twice"
         points[step] = value
+
+
+def session_of(store: Path) -> zipfile.ZipFile:
+    """Return the only offline session of ClearML."""
+    (path,) = (store / "offline").glob("*.zip")
+    return zipfile.ZipFile(path)
+
+
+def clearml(store: Path) -> Tracked:
+    found = Tracked()
+    session = session_of(store)
+    for text in session.read("metrics.jsonl").decode().splitlines():
+        for event in json.loads(text):
+            if event["type"] == "training_stats_scalar":
+                found.add(f"{event['metric']}/{event['variant']}", event["iter"], event["value"])
+    found.texts.append(session.read("log.jsonl").decode())
+    found.figures.update(re.findall(r"/plots_(\w+)_00000000\.png$", "\n".join(session.namelist()), re.MULTILINE))
+    hyperparameters = json.loads(session.read("task.json"))["hyperparams"]["config"]
+    found.config.update({name: entry["value"] for name, entry in hyperparameters.items()})
+    return found
 
 
 def tensorboard(store: Path) -> Tracked:
