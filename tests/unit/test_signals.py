@@ -48,6 +48,7 @@ def test_a_signal_is_seen_while_the_main_thread_waits_outside_python():
         assert stop.requested
     os.close(read)
     assert seen == [(True, False)]
+    assert signal.set_wakeup_fd(-1) == -1
 
 
 def test_nohup_lets_a_run_outlive_its_terminal():

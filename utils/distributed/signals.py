@@ -51,18 +51,19 @@ class StopRequest:
         self._requested_at = 0.0
         self._before: dict[int, object] = {}
         self._arriving, self._arrived = socket.socketpair()
+        self._wakeup_before = -1
 
     def __enter__(self) -> "StopRequest":
         self._arriving.setblocking(False)
-        if handled := handled_signals():
-            signal.set_wakeup_fd(self._arriving.fileno(), warn_on_full_buffer=False)
-        for number in handled:
+        for number in handled_signals():
             self._before[number] = signal.signal(number, self._on_signal)
+        if self._before:
+            self._wakeup_before = signal.set_wakeup_fd(self._arriving.fileno(), warn_on_full_buffer=False)
         return self
 
     def __exit__(self, *exception) -> None:
         if self._before:
-            signal.set_wakeup_fd(-1)
+            signal.set_wakeup_fd(self._wakeup_before)
         if self.requested:  # the same signal may come again while the results are written
             return
         for number, handler in self._before.items():
@@ -70,9 +71,10 @@ class StopRequest:
 
     def arrived(self) -> bool:
         """Return True if a signal came, also while the main thread waits outside Python, where it handles none."""
+        numbers = b""
         with contextlib.suppress(BlockingIOError):
-            return self.requested or bool(self._arrived.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT))
-        return False
+            numbers = self._arrived.recv(4096, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+        return any(number in self._before for number in numbers)
 
     @property
     def overdue(self) -> bool:
