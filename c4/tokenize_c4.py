@@ -36,22 +36,15 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--output_dir", type=Path, default=Path("tokenized_c4"), help="folder to write (default: %(default)s)"
     )
-    parser.add_argument("--streaming", action="store_true", help=argparse.SUPPRESS)  # published, and always so
-    parser.add_argument(
-        "--create_eval_split",
-        action="store_true",
-        help="write validation documents as well, without which the set cannot be trained on",
-    )
+    for published in ("--streaming", "--create_eval_split"):  # always so
+        parser.add_argument(published, action="store_true", help=argparse.SUPPRESS)
     parser.add_argument(
         "--eval_size",
         type=parse_count,
         help=f"validation documents (default: one in twenty of data_sample_size, at most {MOST_BY_DEFAULT})",
     )
     parser.add_argument("--input", help="local shards (file, folder or glob) instead of the hub")
-    options = parser.parse_args(arguments)
-    if options.eval_size is not None and not options.create_eval_split:
-        parser.error("argument --eval_size: has no effect without --create_eval_split")
-    return options
+    return parser.parse_args(arguments)
 
 
 def report(documents: TokenisedSet, max_length: int) -> None:
@@ -66,10 +59,7 @@ def report(documents: TokenisedSet, max_length: int) -> None:
         )
     for reason, entry in metadata["skipped"].items():
         print(f"skipped: {entry['documents']:,} {reason} (first: {entry['first']})")
-    if documents.validation is None:
-        print("no validation documents: --create_eval_split makes a set that can be trained on")
-    else:
-        print(f"in the configuration: c4_tokenized_path: {documents.folder}")
+    print(f"in the configuration: c4_tokenized_path: {documents.folder}")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -79,9 +69,8 @@ def main(arguments: list[str] | None = None) -> int:
     options = parse_arguments(arguments)
     try:
         source = local_source(options.input, options.language) if options.input else hub_source(options.language)
-        val_size = options.eval_size if options.create_eval_split else 0
         tokenizer = load_tokenizer(options.model_name, "--model_name")
-        recipe = Recipe(source, options.data_sample_size, val_size, tokenizer)
+        recipe = Recipe(source, options.data_sample_size, options.eval_size, tokenizer)
         report(tokenised(options.output_dir, recipe, cache=False), options.max_length)
     except (ConfigError, DatasetError) as error:
         print(f"error: {str(error).replace('val_size:', '--eval_size:')}", file=sys.stderr)

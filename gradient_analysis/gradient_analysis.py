@@ -16,7 +16,6 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
-import yaml
 from matplotlib.figure import Figure
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
@@ -35,7 +34,7 @@ from gradient_analysis.gradients import BatchGradient, Gradients, draw_batches, 
 from training_logs.log_processor import ANALYSIS_SUMMARY
 from training_logs.showing.run_data import RunFolderError, damage_reported, read_run
 from training_logs.showing.styles import colour, make_figure
-from utils.config.reading import load_config, problem_lines, read_mapping, yaml_value
+from utils.config.reading import load_config, override, problem_lines, read_mapping
 from utils.config.resume import check_plugins_of_run
 from utils.config.schema import AtLeastTwo, Config, ConfigError, Name, NonNegativeInt, PositiveInt, Threads
 from utils.distributed.devices import resolve_devices
@@ -67,17 +66,13 @@ def parse_analysis_config(path: Path, overrides: Sequence[str]) -> AnalysisConfi
     values = read_mapping(path)
     if "dataset" in values:
         raise ConfigError(f"{path}: the configuration of a run, not of an analysis; config=FILE names it")
+    problems: list[str] = []
+    for assignment in overrides:
+        override(values, assignment, problems)
+    if problems:
+        raise ConfigError(problems)
     try:
-        for assignment in overrides:
-            key, separator, text = assignment.partition("=")
-            if not separator:
-                raise ConfigError(f"{assignment}: an override must have the form key=value")
-            values[key] = yaml_value(text)
         return TypeAdapter(AnalysisConfig).validate_python(values)
-    except yaml.YAMLError:
-        raise ConfigError(f"{key}: value is not valid YAML: {text}") from None
-    except UnicodeEncodeError:
-        raise ConfigError(f"{key}: must be UTF-8 text, got {text!a}") from None
     except ValidationError as error:
         names = [field.name for field in dataclasses.fields(AnalysisConfig)]
         raise ConfigError(problem_lines(error, values, names)) from None
@@ -351,7 +346,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         config = parse_analysis_config(options.config, options.overrides)
         analyse(config)
-    except (ConfigError, UnsupportedModuleError) as error:
+    except ConfigError as error:
         for line in str(error).splitlines():
             print(f"error: {line}", file=sys.stderr)
         return 2

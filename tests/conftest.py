@@ -160,7 +160,7 @@ def tokenised_c4(tmp_path_factory, c4_shards, tokenizer_folder):
 
     folder = tmp_path_factory.mktemp("tokenised") / "set"
     arguments = ["--model_name", str(tokenizer_folder), "--input", str(c4_shards), "--output_dir", str(folder)]
-    assert tokenize_c4.main([*arguments, "--data_sample_size", "500", "--create_eval_split", "--eval_size", "50"]) == 0
+    assert tokenize_c4.main([*arguments, "--data_sample_size", "500", "--eval_size", "50"]) == 0
     return folder
 
 

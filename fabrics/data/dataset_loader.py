@@ -60,8 +60,6 @@ class Dataset:
 def task_data(config: Config, documents: TokenisedSet) -> TaskData:
     """Build training and validation examples from tokenised documents."""
     source = documents.metadata["source"]
-    if documents.validation is None:
-        raise ConfigError(f"{documents.folder}: has no validation documents; tokenise with --create_eval_split")
     train = _first(documents.train, config.data_sample_size, "data_sample_size", "training", documents)
     validation = _first(documents.validation, config.val_size, "val_size", "validation", documents)
     content = content_digest((train, validation), documents.tokenizer)
@@ -174,7 +172,6 @@ def load_text(config: Config) -> TaskData:
         name=f"{counted(len(files), 'text file')} ({', '.join(config.text_files)})",
         identity={"text": file_identities(files), "documents": config.text_documents},
         train=documents,
-        size=sum(file.stat().st_size for file in files),
     )
     return task_data(config, tokenised_documents(config, source))
 

@@ -65,14 +65,12 @@ class Source:
         name: description for the log.
         identity: plain data that changes whenever the documents may.
         validation: reads the source's own validation part; None: it has none.
-        size: bytes of the documents, about; None: unknown.
     """
 
     name: str
     identity: Mapping[str, Any]
     train: Documents
     validation: Documents | None = None
-    size: int | None = None
 
 
 def document_hash(text: str) -> int:
@@ -224,18 +222,7 @@ def default_validation_size(documents: int) -> int:
     return min(max(1, documents // 20), MOST_BY_DEFAULT)
 
 
-@dataclass(frozen=True)
-class Part:
-    """Documents of one part, and their number, about; None: unknown."""
-
-    documents: Documents
-    count: int | None
-
-    def __call__(self, skipped: Skipped) -> Iterator[Document]:
-        return self.documents(skipped)
-
-
-def split(source: Source, train_size: int | None, val_size: int | None) -> tuple[Part, Part | None]:
+def split(source: Source, train_size: int | None, val_size: int | None) -> tuple[Documents, Documents]:
     """Return readers of the training and validation documents of a source; no text is in both.
 
     Validation is the beginning of the source's own validation part. Without one, the documents with the smallest
@@ -245,20 +232,16 @@ def split(source: Source, train_size: int | None, val_size: int | None) -> tuple
     Args:
         train_size: use the first train_size training documents; None: all.
         val_size: None: one for every twenty of train_size, or of all documents, at most MOST_BY_DEFAULT, which is
-            also what is read of an own validation part beside all documents; 0: no validation part.
+            also what is read of an own validation part beside all documents.
     """
     own = source.validation is not None
-    count = train_size
-    if val_size == 0:
-        validation = None
-        held_out = frozenset()
-    elif own:
-        validation = Part(partial(_first, source.validation, train_size, val_size), val_size)
+    if own:
+        validation = partial(_first, source.validation, train_size, val_size)
         held_out = frozenset(document_hash(document.text) for document in validation(Skipped()))
     else:
-        held_out, count = _smallest_hashes(source, train_size, val_size)
-        validation = Part(partial(_chosen, source.train, held_out), len(held_out))
-    return Part(partial(_train, source.train, train_size, held_out, own), count), validation
+        held_out = _smallest_hashes(source, train_size, val_size)
+        validation = partial(_chosen, source.train, held_out)
+    return partial(_train, source.train, train_size, held_out, own), validation
 
 
 def _train(
@@ -315,24 +298,16 @@ def _too_few_for_training(found: int, held_out: int, wanted: int | None) -> str:
     )
 
 
-def _smallest_hashes(source: Source, train_size: int | None, val_size: int | None) -> tuple[frozenset[int], int]:
-    """Choose the documents to hold out in one pass that keeps their hashes, and no text; count the others."""
+def _smallest_hashes(source: Source, train_size: int | None, val_size: int | None) -> frozenset[int]:
+    """Choose the documents to hold out in one pass that keeps their hashes, and no text."""
     if val_size is None and train_size is not None:
         val_size = default_validation_size(train_size)
     pool = None if train_size is None else train_size + val_size
     most = MOST_BY_DEFAULT if val_size is None else val_size
     skipped = Skipped()
     documents = itertools.islice(source.train(skipped), pool)
-    whole = pool is None
-    total, unit = (source.size, "B") if whole else (pool, " documents")
-    bar = progress_bar(desc="choosing validation documents", total=total, unit=unit, unit_scale=whole, leave=False)
-
-    def hashes() -> Iterator[int]:
-        for document in documents:
-            bar.update(len(document.text) if whole else 1)
-            yield document_hash(document.text)
-
-    numbers = hashes()
+    bar = progress_bar(documents, desc="choosing validation documents", total=pool, unit=" documents", leave=False)
+    numbers = (document_hash(document.text) for document in bar)
     total = 0
     smallest = np.empty(0, dtype=np.uint64)
     while len(block := np.fromiter(itertools.islice(numbers, max(_BLOCK, most)), dtype=np.uint64)):
@@ -351,5 +326,4 @@ def _smallest_hashes(source: Source, train_size: int | None, val_size: int | Non
         raise ConfigError(f"val_size: must be below the {len(smallest)} documents of the dataset, got {val_size}")
     if pool is not None and total < pool:
         raise ConfigError(_too_few_for_training(total - val_size, val_size, train_size))
-    bar.close()
-    return frozenset(smallest[:val_size].tolist()), total - val_size
+    return frozenset(smallest[:val_size].tolist())

@@ -22,7 +22,7 @@ from fabrics.data.documents import (
     EMPTY,
     DatasetError,
     Document,
-    Part,
+    Documents,
     Skipped,
     Source,
     document_hash,
@@ -131,7 +131,7 @@ def answers_in(tokenizer: PreTrainedTokenizerBase, messages: Messages, text: str
 
 
 def encode(
-    documents: Part,
+    documents: Documents,
     tokenizer: PreTrainedTokenizerBase,
     limit: int,
     skipped: Skipped,
@@ -148,8 +148,7 @@ def encode(
     targets = []
     hashes = []
     special = tokenizer.all_special_tokens
-    reading = documents(skipped)
-    for document in progress_bar(reading, desc=f"tokenising {name} conversations", total=documents.count, leave=False):
+    for document in progress_bar(documents(skipped), desc=f"tokenising {name} conversations", leave=False):
         messages = json.loads(document.text)
         if any(token in message["content"] for token in special for message in messages):
             skipped.add("with a special token in a message", document.origin)
@@ -214,7 +213,6 @@ def load_messages(config: Config) -> TaskData:
         name=f"{counted(len(files), 'file')} of messages ({', '.join(config.text_files)})",
         identity={"messages": file_identities(files)},
         train=partial(conversations, files),
-        size=sum(file.stat().st_size for file in files),
     )
     length = config.sequence_length
     sizes = [config.data_sample_size, config.val_size]

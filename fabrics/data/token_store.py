@@ -105,13 +105,13 @@ def content_digest(
 
 @dataclass(frozen=True)
 class TokenisedSet:
-    """A complete set; validation is None if it has no such part."""
+    """A complete set."""
 
     folder: Path
     metadata: Mapping[str, Any]
     tokenizer: PreTrainedTokenizerBase
     train: TokenisedPart
-    validation: TokenisedPart | None
+    validation: TokenisedPart
 
 
 @contextlib.contextmanager
@@ -304,23 +304,23 @@ def _write(partial: Path, recipe: Recipe) -> Path:
     blocks.mkdir(exist_ok=True)
     if finished := sum(path.name[0] != "." for path in blocks.iterdir()):
         logger.info("continuing an interrupted tokenisation after %s blocks", f"{finished:,}")
-    for part, documents in (("validation", validation), ("train", train)):
-        if documents is not None:
-            skipped = Skipped()
-            progress = progress_bar(
-                always=True,
-                desc=f"tokenising {part} documents",
-                unit=" documents",
-                total=documents.count,
-                mininterval=0.1 if shows_progress() else 30.0,  # in a log file each state is a line
-            )
-            with progress:
-                reading = documents(skipped)
-                metadata["parts"][part] = _write_part(new / part, blocks, reading, tokenizer, metadata, progress)
-                progress.total = progress.n  # skipped documents never come
-            for reason, count in skipped.counts.items():
-                total = metadata["skipped"].setdefault(reason, {"documents": 0, "first": skipped.first[reason]})
-                total["documents"] += count
+    parts = (("validation", validation, recipe.val_size), ("train", train, recipe.train_size))
+    for part, documents, size in parts:
+        skipped = Skipped()
+        progress = progress_bar(
+            always=True,
+            desc=f"tokenising {part} documents",
+            unit=" documents",
+            total=size,
+            mininterval=0.1 if shows_progress() else 30.0,  # in a log file each state is a line
+        )
+        with progress:
+            reading = documents(skipped)
+            metadata["parts"][part] = _write_part(new / part, blocks, reading, tokenizer, metadata, progress)
+            progress.total = progress.n  # skipped documents never come
+        for reason, count in skipped.counts.items():
+            total = metadata["skipped"].setdefault(reason, {"documents": 0, "first": skipped.first[reason]})
+            total["documents"] += count
     write_json_atomically(new / "metadata.json", metadata)
     sums = "".join(f"{digest}  {name}\n" for name, digest in _checksums(new).items())
     (new / _SUMS).write_text(sums, encoding="utf-8")

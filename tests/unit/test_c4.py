@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from c4 import tokenize_c4
 from configs import make_samples
 from fabrics.data import c4, token_store
 from fabrics.data.dataset_loader import load_data
@@ -115,14 +114,6 @@ def test_too_few_documents_say_how_many_there_are(make_c4, c4_shards, tokenised_
         load_data(make_c4(c4_tokenized_path=tokenised_c4, data_sample_size=501))
     with pytest.raises(ConfigError, match=r"val_size: .*set.* has 50 validation documents, got 51"):
         load_data(make_c4(c4_tokenized_path=tokenised_c4, val_size=51))
-
-
-def test_a_set_without_validation_documents_says_what_to_do(make_c4, c4_shards, tokenizer_folder, tmp_path, capsys):
-    places = ["--model_name", tokenizer_folder, "--input", c4_shards, "--output_dir", tmp_path / "set"]
-    assert tokenize_c4.main([*map(str, places), "--data_sample_size", "100"]) == 0
-    assert "no validation documents: --create_eval_split" in capsys.readouterr().out
-    with pytest.raises(ConfigError, match="has no validation documents; tokenise with --create_eval_split"):
-        load_data(make_c4(c4_tokenized_path=tmp_path / "set", data_sample_size=50))
 
 
 def test_skipped_records_are_counted_in_log_and_data(make_c4, tmp_path, caplog):

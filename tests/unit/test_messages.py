@@ -10,7 +10,7 @@ import torch
 from fabrics.config_checks import CHECKS
 from fabrics.data import messages
 from fabrics.data.dataset_loader import load_data
-from fabrics.data.documents import DatasetError, Document, Part, Skipped
+from fabrics.data.documents import DatasetError, Document, Skipped
 from fabrics.data.messages import answers_in, check_opening, conversations, encode, written
 from fabrics.data.tokenization import train_tokenizer
 from tests.support.chat import NUMBERS, assistant, chat_tokenizer, small_talk, user, write_messages
@@ -89,7 +89,7 @@ def test_a_conversation_that_is_cut_leads_to_no_warning_of_its_length(monkeypatc
     tokenizer = chat_tokenizer()
     tokenizer.model_max_length = 4
     document = Document(json.dumps([user("w1"), assistant("w2 w3 w4")]), "chat.jsonl:1")
-    part, _ = encode(Part(lambda skipped: iter([document]), 1), tokenizer, 5, Skipped(), "training")
+    part, _ = encode(lambda skipped: iter([document]), tokenizer, 5, Skipped(), "training")
     assert len(part.tokens) == 5
     assert caplog.messages == []
 

@@ -192,7 +192,7 @@ def parse_config(raw: Mapping, overrides: Sequence[str] = (), checks: Checks | N
     if "model_config" in values:
         values["model_config"] = _repaired_model_config(values["model_config"], warnings)
     for assignment in overrides:
-        _override(values, assignment, problems)
+        override(values, assignment, problems)
     for name in list(values):
         if name in IGNORED:
             warnings.append(f"{name}: has no effect, {IGNORED[name]}")
@@ -252,7 +252,8 @@ def _repaired_model_config(value: Any, warnings: list[str]) -> Any:
     return repaired
 
 
-def _override(values: dict[str, Any], assignment: str, problems: list[str]) -> None:
+def override(values: dict[str, Any], assignment: str, problems: list[str]) -> None:
+    """Set the value of `key=value`; nested keys have dots."""
     key, separator, text = assignment.partition("=")
     if not separator or not key:
         problems.append(f"{assignment}: an override must have the form key=value")
