@@ -199,6 +199,7 @@ SPEEDS = TOKENS | {"node_speeds": [1, 1, 0.5, 0.25]}
         ({"dataset": "text"}, ["text_files"]),
         ({"dataset": "imdb"}, ["model_type"]),
         ({"data_split": "sources", "data_shares": 3}, ["data_shares"]),
+        ({"dataset": "messages", "text_files": ["x"], "data_split": "sources"}, ["data_split"]),
         ({"statistics_estimator": "across_devices"}, ["statistics_estimator"]),
         ({"INITIAL_BATCH_SIZE": 9, "max_requested_batch": 8}, ["max_requested_batch"]),
         ({"batch_schedule": [[0.5, 16]]}, ["batch_schedule"]),
