@@ -156,6 +156,11 @@ class Trainer:
         records = dict(sorted(by_worker.items()))
         requested = self.requested_batch
         warnings = self._warnings(records)
+        if not self.rounds and self._config.sampling_method == "none" and split.effective_batch < requested:
+            warnings.append(
+                f"switch_mode: {self._config.switch_mode} runs {split.effective_batch} of the {requested} requested "
+                f"examples; only_gradient_accumulation runs all"
+            )
         if all(record.left_out for record in records.values()):
             raise TrainingError(
                 f"trainer {self.id}: the loss or the parameters of every worker became NaN or infinite in round "

@@ -477,7 +477,9 @@ class Worker:
         if {parameter for parameter in self._model.module.parameters() if parameter.requires_grad} - set(self._places):
             raise RuntimeError("micro_batches: the model has got trainable parameters since the worker was made")
         if any(parameter.data_ptr() != place.data_ptr() for parameter, place in self._places.items()):
-            raise RuntimeError("micro_batches: the parameters have moved; call model.to() before the worker is made")
+            raise RuntimeError(
+                "micro_batches: the parameters have moved: make one worker only, and call model.to() before it is made"
+            )
         if sum(len(group["params"]) for group in self._optimizer.param_groups) != len(self._places):
             raise RuntimeError("micro_batches: the optimizer has got other parameters since the worker was made")
         config = self._config

@@ -3,7 +3,7 @@
     python -m benchmarks.compare.plan --nodes 4 --speed 350 --link 10Mb/s,1ms --seconds 80
 
 Prints the best plan of each kind (one worker, synchronous, DiLoCo) by the formula of `objective: time`, with the
-settings of run.py.
+settings of run.py, and what the formula is fitted to.
 """
 
 import argparse
@@ -68,13 +68,7 @@ def settings(options: argparse.Namespace, kind: str, plan: RoundPlan) -> str:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        "python -m benchmarks.compare.plan",
-        description=__doc__.splitlines()[0],
-        epilog=f"The recorded runs have {PARAMETERS:,} parameters, at most {MOST_WORKERS} workers, "
-        f"and at least {LEAST_ROUNDS} rounds of {INNER_STEPS[0]} to {INNER_STEPS[1]} inner steps. Other plans "
-        "are extrapolated.",
-    )
+    parser = argparse.ArgumentParser("python -m benchmarks.compare.plan", description=__doc__.splitlines()[0])
     parser.add_argument("--nodes", type=int, required=True, help="equal nodes")
     parser.add_argument("--speed", type=float, required=True, help="examples per second of a node")
     parser.add_argument("--link", required=True, help="link of a node, such as 10Mb/s,1ms")
@@ -101,6 +95,11 @@ def main(arguments: list[str] | None = None) -> None:
             print(f"  python run.py {settings(options, kind, plan)}")
     if options.nodes > MOST_WORKERS:
         print(f"{options.nodes - MOST_WORKERS} nodes are idle: recorded runs have at most {MOST_WORKERS} workers")
+    print(
+        f"The formula is fitted to runs of {PARAMETERS:,} parameters, at least {LEAST_ROUNDS} rounds and "
+        f"{INNER_STEPS[0]} to {INNER_STEPS[1]} inner steps per round; other plans are extrapolated. The commands "
+        "simulate the plans with the demo's model."
+    )
 
 
 if __name__ == "__main__":

@@ -239,7 +239,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     torch.set_num_threads(config.cpu_threads or cores())
     found = step_speeds(config, options.repeats, time.process_time if options.cpu_time else time.perf_counter)
-    print(f"{'':28} {'tokens/s':>10}   of the bare loop")
+    print(f"{'':28} {'tokens/s':>10}   of the bare loop (median over pairs of repeats)")
     for name, speed in found["tokens_per_second"].items():
         print(f"{name:28} {speed:>10,.0f}   {found['of_bare_loop'][name]:.3f}")
     return 0

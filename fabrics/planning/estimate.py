@@ -421,6 +421,8 @@ class Estimate:
             )
         if config.budget is not None:
             lines.append(f"{config.budget}: ignored; rounds, communications and bytes are those of a run without it")
+        if self.resources.links and self.nodes > 1:
+            lines.append("links: every node has its own; nodes of one machine that share one take longer")
         if config.participants < 1.0 or config.message_loss or config.node_schedule or config.node_speeds:
             lines.append("nodes: all work all the time at one speed, and no message is lost")
         return lines

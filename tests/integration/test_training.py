@@ -300,3 +300,14 @@ def test_no_other_tensor_of_model_size_lives_between_rounds():
         and entry.numel() >= working.parameter_count
     }
     assert found == expected
+
+
+@pytest.mark.parametrize(("batch", "said"), [(10, 1), (8, 0)])
+def test_a_fixed_batch_that_runs_in_part_is_warned_of_once(batch, said):
+    """Between the max batch and twice as much, threshold_switch_mode runs the max batch."""
+    values = {"sampling_method": "none", "INITIAL_BATCH_SIZE": batch, "max_requested_batch": batch, "max_batch_size": 8}
+    cluster = light_cluster(number_of_initial_trainers=1, nodes_per_gpu=1, **values)
+    recorder = Recorder()
+    cluster.train(recorder)
+    expected = "switch_mode: threshold_switch_mode runs 8 of the 10 requested examples"
+    assert sum(expected in warning for warning in recorder.warnings) == said

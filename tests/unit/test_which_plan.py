@@ -43,6 +43,8 @@ def test_plans_that_are_worth_nothing_and_idle_nodes_are_named(capsys):
         "synchronous: worth less than one worker",
         "DiLoCo: worth less than one worker",
         "2 nodes are idle: recorded runs have at most 4 workers",
+        "The formula is fitted to runs of 125,248 parameters, at least 15 rounds and 10 to 150 inner steps per round; "
+        "other plans are extrapolated. The commands simulate the plans with the demo's model.",
     ]
 
 

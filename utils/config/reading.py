@@ -198,7 +198,7 @@ def parse_config(raw: Mapping, overrides: Sequence[str] = (), checks: Checks | N
             warnings.append(f"{name}: has no effect, {IGNORED[name]}")
             del values[name]
         elif name not in FIELDS:
-            problems.append(f"{name}: unknown key{did_you_mean(str(name), [*ALIASES, *FIELDS])}")
+            problems.append(f"{name}: unknown key{did_you_mean(str(name), FIELDS) or did_you_mean(str(name), ALIASES)}")
             del values[name]
     typed = _convert(values, problems)
     config = Config(**typed)

@@ -13,6 +13,7 @@ from utils.files import given_config, has_checkpoint
 # Keys that only the start of a run reads: with another value the records would describe a run that never was.
 _START = (
     "run_name",
+    "dataset",
     "training_seed",
     "number_of_initial_trainers",
     "INITIAL_BATCH_SIZE",
