@@ -92,6 +92,7 @@ def test_scheduled_nodes_divide_the_batch():
     reports = [result.reports[0] for result in recorder.rounds]
     batches = [[worker.plan.effective_batch for worker in report.workers.values()] for report in reports]
     assert [batches[0], batches[3], batches[7], batches[9]] == [[6, 6], [3] * 4, [4] * 3, [12]]
+    assert recorder.steps == sum(len(worker.losses) for report in reports for worker in report.workers.values())
     # Two nodes join, once: each gets parameters and velocity of the trainer, and moments with their step count.
     model = 4 * cluster.parameter_count
     assert cluster.counters.bytes_redistributed == 2 * (4 * model + 4)

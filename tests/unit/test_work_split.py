@@ -6,11 +6,10 @@ import numpy as np
 import pytest
 
 from algorithms.batch.switch_mode import ExecutionPlan
-from algorithms.synchronisation import METHODS
 from algorithms.synchronisation.method import evenly_spread
 from fabrics.data.sampler import DataCursor, Reading, Subsets
 from fabrics.training.statistics import Measurement
-from fabrics.training.work_split import WorkSplit, draw_participants
+from fabrics.training.work_split import WorkSplit
 from fabrics.training.worker import Node, RoundKey
 from tests.support.helpers import CPU, Recorder, light_cluster, make_config
 from training_logs.recording.node_log import NodeLog
@@ -89,66 +88,14 @@ def test_probes_of_several_workers_have_no_example_in_common(examples, each):
     assert len(set().union(*probes)) == 4 * each
 
 
-CHANGING = {
-    "number_of_outer_steps": 10,
-    "number_of_initial_trainers": 1,
-    "INITIAL_BATCH_SIZE": 12,
-    "sampling_method": "none",
-    "number_of_inner_steps_between_outers": 4,
-    "nodes_per_gpu": 4,
-    "node_speeds": SPEEDS,
-    "node_schedule": [[0, 3], [0.4, 4], [0.8, 2]],
-    "participants": 0.6,
-    "message_loss": 0.4,
-}
-
-
-def expected_workers(config) -> list[tuple[int, ...]]:
-    present = [3] * 4 + [4] * 4 + [2] * 2
-    return [
-        draw_participants(0.6, RoundKey(config.training_seed, 0, 0, number), count)
-        for number, count in enumerate(present)
-    ]
-
-
-@pytest.mark.parametrize("balance", ["equal", "batch", "steps"])
-def test_a_run_weights_changing_workers_by_their_examples(balance, monkeypatch):
-    weights = []
-    incoming = METHODS["DiLoCo"].incoming
-
-    def noting(self, group):
-        weights.append(group.weights)
-        return incoming(self, group)
-
-    monkeypatch.setattr(METHODS["DiLoCo"], "incoming", noting)
-    cluster, recorder = light_cluster(**CHANGING, balance=balance), Recorder()
-    cluster.train(recorder)
-    reports = [result.reports[0] for result in recorder.rounds]
-    assert [tuple(report.workers) for report in reports] == expected_workers(cluster.config)
-    assert 0 < cluster.counters.lost_messages == sum(report.lost_messages for report in reports)
-    for report, found, nodes in zip(reports, weights, [3] * 4 + [4] * 4 + [2] * 2, strict=True):
-        given = {worker: record.examples / report.examples for worker, record in report.workers.items()}
-        assert found == pytest.approx([given.get(worker, 0.0) for worker in range(nodes)])
-        speeds = [SPEEDS[worker] for worker in report.workers]
-        steps = [len(worker.losses) for worker in report.workers.values()]
-        batches = [worker.plan.effective_batch for worker in report.workers.values()]
-        assert sum(batches) == 12  # of 1, 2 or 3
-        assert steps == [max(1, int(4 * s / max(speeds))) if balance == "steps" else 4 for s in speeds]
-        assert (len(set(batches)) == 1) == (balance != "batch" or len(set(speeds)) == 1)
-        assert report.examples == sum(batch * own for batch, own in zip(batches, steps, strict=True))
-    assert recorder.steps == sum(len(worker.losses) for report in reports for worker in report.workers.values())
-    assert (
-        cluster.counters.examples
-        == cluster.trainers[0].cursor.positions[0]
-        == sum(report.examples for report in reports)
-    )
-
-
 def test_the_node_log_leaves_out_resting_nodes(tmp_path):
     """Node 3 rests in the first round, node 1 in the second. An exchange, and the state of node 3, take 2 s each."""
-    values = {"number_of_outer_steps": 2, "participants": 0.75, "node_schedule": None, "training_seed": 1}
-    cluster, recorder = light_cluster(**CHANGING | values, link="2s"), Recorder()
-    cluster.train(recorder)
+    cluster = light_cluster(
+        number_of_outer_steps=2, number_of_inner_steps_between_outers=4, INITIAL_BATCH_SIZE=12,
+        sampling_method="none", number_of_initial_trainers=1, training_seed=1,
+        nodes_per_gpu=4, node_speeds=SPEEDS, participants=0.75, link="2s",
+    )  # fmt: skip
+    cluster.train(recorder := Recorder())
     log = NodeLog(tmp_path, cluster.config)
     for result in recorder.rounds:
         log.log(4, result)
