@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from algorithms.nodes.policies import Merge
-from algorithms.nodes.traffic import Event, even_exchange, merge_exchange
+from algorithms.nodes.traffic import Event
 from benchmarks.compare.accounting import PROBED_PASS, Hardware, Network, simulated_seconds, usage
 from tests.support.runs import record_run, table_of
 from training_logs.showing.run_data import RunData, read_run
@@ -38,11 +37,11 @@ def worker_rows(rows, nodes):
     return found
 
 
-def made_run(rows, merges=None, nodes_per_gpu=4, workers=None, **config):
+def made_run(rows, nodes_per_gpu=4, workers=None, **config):
     values = {"nodes_per_gpu": nodes_per_gpu, "communication_dtype": "float32", "statistics_estimator": "per_example"}
     values |= {"statistics_batch_size": 8}
     summary = {"parameters": 1000, "devices": ["cpu"]}
-    run = RunData(Path("made"), values | config, summary, table_of(rows), merges or {})
+    run = RunData(Path("made"), values | config, summary, table_of(rows), {})
     run.__dict__["node_rows"] = table_of(workers or worker_rows(rows, nodes_per_gpu))
     run.__dict__["exchanges"] = {  # an all-reduce of the parameters at the end of every round
         (entry["outer_step"], entry["trainer_id"]): [
@@ -78,35 +77,6 @@ def test_simulated_time_of_trainers_side_by_side_and_in_turn():
     rows = [row(1, trainer, 1, batch) for trainer, batch in ((0, 10), (1, 5))]
     for nodes, seconds in ((2, 20 * 0.02), (1, 20 * 0.02 + 20 * 0.01)):
         assert simulated_seconds(made_run(rows, nodes_per_gpu=nodes), DEVICE, NETWORK) == pytest.approx([seconds])
-
-
-def test_simulated_time_of_merging_and_of_nodes_that_come_to_a_trainer():
-    def rounds(step, *trainers, merged, redistributed):
-        kinds = {"link_bytes_merged": merged, "link_bytes_redistributed": redistributed}
-        return [row(step, trainer, nodes, 10 * nodes) | kinds for trainer, nodes in trainers]
-
-    # 8,000 bytes of parameters and velocity of two others come to one of two nodes, which sends them on to the other.
-    merge = {1: Merge(0, {0: 0.5, 1: 0.25, 2: 0.25})}
-    # After that, the trainer's two new nodes get 16,004 bytes each, side by side.
-    run = made_run(
-        rounds(1, (0, 2), (1, 1), (2, 1), merged=merge_exchange(2, 2, 3 * 8_000).link, redistributed=0)
-        + rounds(2, (0, 4), merged=24_000, redistributed=even_exchange(2, 2 * 16_004).link),
-        merge,
-    )
-    first = 20 * 0.02 + (0.5 + 8 * 4_000 / 8_000) + (0.5 + 8 * 3 * 8_000 / 8_000)
-    second = (0.5 + 8 * 16_004 / 8_000) + 20 * 0.02 + (0.5 + 8 * 6_000 / 8_000)
-    assert simulated_seconds(run, DEVICE, NETWORK) == pytest.approx([first, first + second])
-
-
-def test_nodes_that_replace_others_receive_their_state_side_by_side():
-    """Two of four nodes take part; those of the second round have rested."""
-    rows = [row(1, 0, 2, 20), row(2, 0, 2, 20, link_bytes_redistributed=8_000)]
-    workers = worker_rows(rows, 4)
-    for worker in workers[2:]:
-        worker["node"] += 2
-    one = 20 * 0.02 + (0.5 + 8 * 4_000 / 8_000)
-    expected = [one, 2 * one + (0.5 + 8 * 8_000 / 8_000)]
-    assert simulated_seconds(made_run(rows, workers=workers), DEVICE, NETWORK) == pytest.approx(expected)
 
 
 UNEQUAL = {"node_speeds": [2.0, 2.0, 1.0, 0.5]}
