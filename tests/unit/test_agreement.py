@@ -31,19 +31,6 @@ def test_differences_are_named_with_their_ranks(statements, expected):
     assert lines == [f"the processes have different things: {expected}"] * len(statements)
 
 
-def test_another_configuration_on_one_process_stops_all_with_one_line():
-    configs = [make_config(), make_config(ETA=0.5, max_tokens=10_000), make_config()]
-    lines = refusals(3, lambda process: agree_on_config(process, configs[process.rank]))
-    assert (
-        lines
-        == [
-            "the processes have different configurations: max_tokens: None on rank 0, 10000 on rank 1; "
-            "ETA: 0.8 on rank 0, 0.5 on rank 1"
-        ]
-        * 3
-    )
-
-
 def test_processes_with_other_code_do_not_train_together(monkeypatch):
     codes = iter(["1a", "2b"])
     monkeypatch.setattr("utils.distributed.processes.program_digest", lambda: next(codes))
@@ -118,18 +105,15 @@ def test_data_that_one_process_cannot_load_stops_all(loading, failing, prefix):
 def test_other_data_on_one_process_stops_all(loading):
     more = tiny_data(train=97)
     swapped = dataclasses.replace(DATA, train=type(DATA.train)(DATA.train._tokens[::-1]))
-    for other, named in ((more, "training examples: 96 on rank 0, 97 on rank 1; contents: "), (swapped, "contents: ")):
+    shared = dataclasses.replace(DATA, shares=[{"documents": 3}])  # the compared examples may be the same
+    for other, named in (
+        (more, "training examples: 96 on rank 0, 97 on rank 1; contents: "),
+        (swapped, "contents: "),
+        (shared, "contents: "),
+    ):
         loading(lambda rank, other=other: other if rank == 1 else DATA)
         (line,) = set(refusals(2, load))
         assert line.startswith(f"the processes have different data: {named}")
-
-
-def test_equally_large_but_other_shares_stop_all(loading):
-    """The compared examples may be the same."""
-    shares = [[{"documents": count}] for count in (2, 2, 3)]
-    loading(lambda rank: dataclasses.replace(DATA, shares=shares[rank]))
-    (line,) = set(refusals(3, load))
-    assert line.startswith("the processes have different data: contents: ")
 
 
 def test_the_first_process_of_a_machine_loads_before_the_others(loading):
