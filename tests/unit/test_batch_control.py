@@ -47,27 +47,11 @@ def test_a_request_grows_as_far_as_the_lower_bound_asks():
     assert plain.requested_batch == 40
 
 
-def test_a_gradient_that_is_not_to_be_seen_still_has_an_upper_bound():
-    """A negative estimate says that the squared norm is at most 2 * 1: it asks for 80 / 2, neither nothing nor all."""
-    own = control()
-    conclude(own, sample(-3.0, 1.0))
-    assert own.requested_batch == 40
-
-
 def test_products_between_workers_count_like_those_within_them():
     """A squared norm of 2 and one of 6, of equally many pairs: 80 / 4."""
     own = control(confidence=0.0)
     own.conclude([sample(2.0, 0.0)], sample(6.0, 0.0), own.requested_batch, 0.5, 1000)
     assert own.requested_batch == 20
-
-
-def test_a_request_never_shrinks_and_keeps_its_bounds():
-    own = control(max_batch_growth=1.5)
-    requests = []
-    for squared_norm in (2.0, 100.0, 0.5, 0.5, 0.5):
-        conclude(own, sample(squared_norm, 0.0), largest=11)
-        requests.append(own.requested_batch)
-    assert requests == [6, 6, 9, 11, 11]
 
 
 def test_eta_follows_the_progress_of_the_run():
