@@ -408,17 +408,6 @@ def test_eager_updates_apply_every_move_once_whatever_workers_come_and_go(worker
     assert moved == pytest.approx(len(workers) * trainer.worker_group._config.learning_rate_for_inner_opt, rel=1e-9)
 
 
-def test_a_lone_eager_worker_leaves_nothing_for_the_round_in_which_another_joins():
-    """Its D was applied in full, so that nothing is pending: the next step is that of E_m = D_m / 2."""
-    trainer = trainer_of(1, distributed_algo="EagerDiLoCo", outer_momentum=0.0, **{"max_requested_batch": 4})
-    train(trainer, 2, 2)
-    assert not trainer.shared["pending"].any()
-    trainer.assign_nodes(tuple(Node(index, CPU, 64) for index in range(2)))
-    start = trainer.parameters.clone()
-    for own, worker in zip(eager_moves(trainer), trainer.local_workers.values(), strict=True):
-        torch.testing.assert_close(start - worker.state[COPY], 0.7 * own / 2, rtol=0, atol=1e-12)
-
-
 def test_positions_of_elements_are_never_in_a_gap_between_tensors():
     blocks = [Block("a", 0, (1,)), Block("b", 16, (3, 5)), Block("c", 32, (16,)), Block("d", 48, (2,))]
     own = {place for block in blocks for place in range(block.start, block.start + block.size)}
