@@ -21,7 +21,6 @@ from fabrics.models.initialisation import flops_per_token, meta_model
 from fabrics.planning.command import parse_count, parse_link, parse_memory, parse_positive
 from fabrics.planning.estimate import Estimate, Resources, activation_bytes, cast_bytes
 from fabrics.pool.max_batch import bytes_on_cpu
-from fabrics.pool.run_checks import check_nodes
 from fabrics.sharding.sharded_model import gathered_elements
 from fabrics.training.flat_model import FlatModel
 from fabrics.training.inner_loop import backward
@@ -305,12 +304,7 @@ def test_a_batch_grows_to_the_limit_or_to_the_data_of_its_trainer():
     assert estimated(**values).ranges["batch"] == (4, 4)
 
 
-def set_up(**values):
-    """Prepare a run as run.py does."""
-    check_nodes(make_config(**KNOWN | STEADY | values), [CPU] * values["nodes_per_gpu"])
-    tiny_cluster(**STEADY | values)
-
-
+ACROSS = {"statistics_estimator": "across_workers"}
 BUDGET = {"communication_budget": 5, "number_of_outer_steps": None, "max_tokens": 1000}
 
 
@@ -320,15 +314,16 @@ BUDGET = {"communication_budget": 5, "number_of_outer_steps": None, "max_tokens"
         ({"node_speeds": [1.0, 2.0]}, "node_speeds: "),
         ({"node_schedule": [[0, 10]]}, "node_schedule: "),
         (BUDGET | {"nodes_per_gpu": 1}, "communication_budget: a run on one node"),
-        ({"nodes_per_gpu": 1, "statistics_estimator": "across_workers"}, "across_workers needs two nodes"),
+        (ACROSS | {"nodes_per_gpu": 1}, "across_workers needs two nodes"),
+        (ACROSS | {"node_schedule": [[0, 1]]}, "statistics_estimator: "),
+        (ACROSS | {"participants": 0.3}, "participants: "),
         ({"sampling_method": "inner_product_test", "statistics_batch_size": 2}, "statistics_batch_size: "),
     ],
 )
-def test_a_plan_and_a_run_refuse_the_same_nodes(values, refused):
+def test_values_that_do_not_fit_the_nodes_are_refused(values, refused):
     values = {"number_of_initial_trainers": 1, "nodes_per_gpu": 4, "sampling_method": "norm_test"} | values
-    for prepared in (estimated, set_up):
-        with pytest.raises(ConfigError, match=refused):
-            prepared(**values)
+    with pytest.raises(ConfigError, match=refused):
+        estimated(**values)
 
 
 def test_the_last_trainer_has_all_nodes_also_if_the_length_is_unknown():

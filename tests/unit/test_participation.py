@@ -30,7 +30,7 @@ from tests.support.helpers import (
     tiny_data,
     train,
 )
-from utils.config.schema import Config, ConfigError
+from utils.config.schema import Config
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -270,23 +270,3 @@ def test_every_method_supports_resting_workers_and_lost_messages_or_refuses_them
         if accepted(name, **values):
             reports = train(matrix.trainer_of(name, workers=4, **values), 6, matrix.INNER_STEPS)
             assert reports[-1].train_loss < 0.97 * reports[0].train_loss
-
-
-# Bad input
-
-ACROSS = {"statistics_estimator": "across_workers", "sampling_method": "norm_test"}
-
-
-@pytest.mark.parametrize(
-    ("values", "line"),
-    [
-        ({"node_schedule": [[0, 4], [0.5, 5]]}, "node_schedule: "),
-        (ACROSS | {"participants": 0.3}, "participants: "),
-        (ACROSS | {"node_schedule": [[0, 1]]}, "statistics_estimator: "),
-    ],
-)
-def test_what_does_not_fit_the_nodes_is_refused(values, line):
-    with pytest.raises(ConfigError) as error:
-        cluster_of(**values)
-    assert len(error.value.problems) == 1
-    assert line in error.value.problems[0]
