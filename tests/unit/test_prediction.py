@@ -1,7 +1,7 @@
 """Predictions of communications: laws of the batch and their fits, made-up runs with known numbers, and a short run."""
 
+import dataclasses
 import math
-import shutil
 from pathlib import Path
 
 import numpy as np
@@ -221,26 +221,17 @@ def test_a_shortened_last_round_is_left_out():
     assert len(fit(run).batches) == 7
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    from tests.support.runs import record_run
-    from training_logs.showing.run_data import read_run
-
-    folder = tmp_path_factory.mktemp("logs")
-    settings = {"number_of_outer_steps": 12, "number_of_initial_trainers": 2, "max_batch_growth": 1.2}
-    settings |= {"number_of_inner_steps_between_outers": 1, "nodes_per_gpu": 2}
-    return read_run(record_run(folder, max_batch_size=64, max_requested_batch=None, **settings))
-
-
-def test_the_command_states_the_error(run, capsys, tmp_path):
-    assert main([str(run.folder), "--share", "0.7"]) == 0
+def test_the_command_states_the_error(monkeypatch, capsys, tmp_path):
+    assert main([str(tmp_path)]) == 2
+    run = made_run([16 + index for index in range(20)])
+    monkeypatch.setattr("training_logs.prediction.read_run", lambda folder: run)
+    assert main(["made", "--share", "0.7"]) == 0
     printed = capsys.readouterr().out
     last = run.rounds[-1]
     value, _, _ = fit(run, 0.7).predict(last["examples"])
     assert f"error {value / last['communications'] - 1.0:+.1%}" in printed
-    assert main([str(run.folder), "--examples", "1e6"]) == 0
+    assert main(["made", "--examples", "1e6"]) == 0
     assert "1,000,000 examples" in capsys.readouterr().out
-    assert main([str(tmp_path)]) == 2
 
 
 def test_the_command_states_no_error_of_a_run_without_communications(monkeypatch, capsys):
@@ -249,13 +240,12 @@ def test_the_command_states_no_error_of_a_run_without_communications(monkeypatch
     assert capsys.readouterr().out.endswith("measured at 2,560 examples: 0 communications\n")
 
 
-def test_a_damaged_round_log_is_one_line(run, capsys, tmp_path):
-    damaged = tmp_path / "run"
-    shutil.copytree(run.folder, damaged)
-    (damaged / "model_training_report" / "training_log.csv").write_text("outer_step,trainer_id\r\n1,0\r\n")
-    assert main([str(damaged)]) == 2
+def test_a_round_log_without_its_columns_is_one_line(monkeypatch, capsys):
+    damaged = dataclasses.replace(made_run([16] * 8), rounds=table_of([{"outer_step": 1, "trainer_id": 0}]))
+    monkeypatch.setattr("training_logs.prediction.read_run", lambda folder: damaged)
+    assert main(["made"]) == 2
     (error,) = capsys.readouterr().err.splitlines()
-    assert error.startswith(f"error: {damaged}: not a run folder, or damaged: ")
+    assert error.startswith("error: made: not a run folder, or damaged: ")
 
 
 def test_the_command_says_why_a_run_cannot_be_predicted(monkeypatch, capsys):
