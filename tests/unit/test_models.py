@@ -1,6 +1,7 @@
 """Model families: architectures, initialisation, pretrained folders, the flat model, and models on disk."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -35,6 +36,12 @@ from utils.config.schema import ConfigError
 @pytest.fixture(scope="module")
 def tokenizer():
     return tiny_data().tokenizer
+
+
+def saved(folder: Path, tokenizer, model_type: str = "microllama") -> dict:
+    """Save a small model; return the model_config that loads it."""
+    save_model(build_model(model_type, {"preset": "demo"}, tokenizer, 9, 3), tokenizer, folder)
+    return {"name": str(folder), "pretrained": True}
 
 
 def test_microllama_has_the_published_architecture(tokenizer):
@@ -244,16 +251,16 @@ def test_a_model_of_few_tokens_is_checked_and_planned_without_its_tokenizer():
 
 
 def test_another_family_under_that_name_is_refused(tokenizer, tmp_path):
-    save_model(build_model("bert", {"preset": "demo"}, tokenizer, 9, 3), tokenizer, tmp_path)
+    settings = saved(tmp_path, tokenizer, "bert")
     with pytest.raises(ConfigError, match="is a bert model, not llama; model_type: causal_lm takes"):
-        build_model("microllama", {"name": str(tmp_path)}, tokenizer, 9, 0)
+        build_model("microllama", settings, tokenizer, 9, 0)
 
 
 def test_damaged_weights_are_refused(tokenizer, tmp_path):
-    save_model(build_model("microllama", {"preset": "demo"}, tokenizer, 9, 3), tokenizer, tmp_path)
+    settings = saved(tmp_path, tokenizer)
     (tmp_path / "model.safetensors").write_bytes(b"not weights")
     with pytest.raises(ConfigError, match=r"^model_config\.name: cannot load"):
-        build_model("microllama", {"name": str(tmp_path), "pretrained": True}, tokenizer, 9, 0)
+        build_model("microllama", settings, tokenizer, 9, 0)
 
 
 def change_weights(folder, change):
@@ -274,19 +281,17 @@ def without(part: str):
     ],
 )
 def test_weights_that_lack_a_part_are_refused(tokenizer, tmp_path, model_type, change, lacking):
-    made = "bert" if model_type == "bert" else "microllama"
-    save_model(build_model(made, {"preset": "demo"}, tokenizer, 9, 3), tokenizer, tmp_path)
+    settings = saved(tmp_path, tokenizer, "bert" if model_type == "bert" else "microllama")
     change_weights(tmp_path, change)
     with pytest.raises(ConfigError, match=rf"^model_config\.name: the weights of '{tmp_path}' lack {lacking}"):
-        build_model(model_type, {"name": str(tmp_path), "pretrained": True}, tokenizer, 9, 0)
+        build_model(model_type, settings, tokenizer, 9, 0)
 
 
 def test_a_classifier_may_lack_its_head_and_weights_that_are_not_used_are_named(tokenizer, tmp_path, caplog):
-    save_model(build_model("bert", {"preset": "demo"}, tokenizer, 9, 3), tokenizer, tmp_path / "bert")
+    settings = saved(tmp_path / "bert", tokenizer, "bert")
     change_weights(tmp_path / "bert", without("classifier"))
-    build_model("bert", {"name": str(tmp_path / "bert"), "pretrained": True}, tokenizer, 9, 0)
-    save_model(build_model("microllama", {"preset": "demo"}, tokenizer, 9, 3), tokenizer, tmp_path / "llama")
-    settings = {"name": str(tmp_path / "llama"), "pretrained": True, "num_hidden_layers": 1}
+    build_model("bert", settings, tokenizer, 9, 0)
+    settings = saved(tmp_path / "llama", tokenizer) | {"num_hidden_layers": 1}
     with caplog.at_level("WARNING", "adloco.models"):
         build_model("microllama", settings, tokenizer, 9, 0)
     assert "not used of" in caplog.text
@@ -294,37 +299,30 @@ def test_a_classifier_may_lack_its_head_and_weights_that_are_not_used_are_named(
 
 
 def test_weights_that_are_not_numbers_are_refused(tokenizer, tmp_path):
-    save_model(build_model("microllama", {"preset": "demo"}, tokenizer, 9, 3), tokenizer, tmp_path)
+    settings = saved(tmp_path, tokenizer)
     change_weights(tmp_path, lambda weights: weights | {"model.norm.weight": weights["model.norm.weight"] * torch.nan})
     with pytest.raises(ConfigError, match=r"^model_config\.name: the model's logits are NaN or infinite"):
-        build_model("causal_lm", {"name": str(tmp_path), "pretrained": True}, tokenizer, 9, 0)
+        build_model("causal_lm", settings, tokenizer, 9, 0)
 
 
 def test_weights_of_a_quantised_model_are_refused_and_its_architecture_is_not(tokenizer, tmp_path):
-    save_model(build_model("microllama", {"preset": "demo"}, tokenizer, 9, 3), tokenizer, tmp_path)
+    settings = saved(tmp_path, tokenizer)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "gptq"}}))
     with pytest.raises(ConfigError, match="is quantised; train the model"):
-        build_model("microllama", {"name": str(tmp_path), "pretrained": True}, tokenizer, 9, 0)
-    model = build_model("microllama", {"name": str(tmp_path)}, tokenizer, 9, 0)
+        build_model("microllama", settings, tokenizer, 9, 0)
+    model = build_model("microllama", settings | {"pretrained": False}, tokenizer, 9, 0)
     assert not hasattr(model.config, "quantization_config")
 
 
 @pytest.mark.parametrize("is_pretrained", [True, False])
-@pytest.mark.parametrize(
-    ("values", "problem"),
-    [
-        ({"num_attention_heads": 5}, "cannot load|cannot build"),
-        ({"hidden_act": "unknown"}, "cannot load|cannot build"),
-        ({"dtype": "unknown"}, "cannot load|cannot build"),
-    ],
-)
-def test_an_impossible_config_of_a_folder_is_one_line(tokenizer, tmp_path, is_pretrained, values, problem):
-    save_model(build_model("microllama", {"preset": "demo"}, tokenizer, 9, 3), tokenizer, tmp_path)
+@pytest.mark.parametrize("values", [{"num_attention_heads": 5}, {"hidden_act": "unknown"}, {"dtype": "unknown"}])
+def test_an_impossible_config_of_a_folder_is_one_line(tokenizer, tmp_path, is_pretrained, values):
+    settings = saved(tmp_path, tokenizer) | {"pretrained": is_pretrained}
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | values))
-    with pytest.raises(ConfigError, match=problem):
-        build_model("microllama", {"name": str(tmp_path), "pretrained": is_pretrained}, tokenizer, 9, 0)
+    with pytest.raises(ConfigError, match=r"cannot load|cannot build"):
+        build_model("microllama", settings, tokenizer, 9, 0)
 
 
 @pytest.mark.parametrize(
@@ -339,9 +337,8 @@ def test_what_does_not_fit_a_pretrained_model_is_found_before_the_data_are_read(
     tokenizer, tmp_path, monkeypatch, values, problem
 ):
     monkeypatch.setattr(LlamaForCausalLM, "supports_gradient_checkpointing", False)
-    model_type = values.get("model_type", "microllama")
-    save_model(build_model(model_type, {"preset": "demo"}, tokenizer, 9, 3), tokenizer, tmp_path)
-    config = make_config(model_config={"name": str(tmp_path), "pretrained": True}, **values)
+    settings = saved(tmp_path, tokenizer, values.get("model_type", "microllama"))
+    config = make_config(model_config=settings, **values)
     with pytest.raises(ConfigError, match=f"^{problem}"):
         check_architecture(config)
 
@@ -400,14 +397,6 @@ def test_a_flat_model_consists_of_views_of_two_buffers(make):
     assert working.gradient.norm().item() == pytest.approx(
         torch.cat([p.grad.flatten() for p in reference.parameters() if p.grad is not None]).norm().item()
     )
-
-
-def test_evaluating_restores_the_mode():
-    working = FlatModel(tiny_llama().train(), CPU)
-    with working.evaluating(torch.zeros_like(working.parameters)):
-        assert not working.module.training
-        assert working.module.lm_head.weight.abs().sum() == 0
-    assert working.module.training
 
 
 # Models on disk
