@@ -50,8 +50,8 @@ def watched(monkeypatch):
         watch.close()
 
 
-def goes_on(statuses: queue.Queue, seconds: float) -> bool:
-    """Return whether the process has not been ended within this time."""
+def goes_on(statuses: queue.Queue, seconds: float = 0.3) -> bool:
+    """Return whether the process has not been ended within this time, by default 30 intervals of a watch."""
     with pytest.raises(queue.Empty):
         statuses.get(timeout=seconds)
     return True
@@ -78,7 +78,7 @@ def test_a_store_that_does_not_answer_ends_the_process(answers, ends, watched, c
     store = Unanswered(answers)
     _, statuses = watched(store, 1, SHORTEST_SECONDS=0.3)
     try:
-        assert statuses.get(timeout=60.0) == 1 if ends else goes_on(statuses, 1.0)
+        assert statuses.get(timeout=60.0) == 1 if ends else goes_on(statuses, 0.6)
     finally:
         store.ends.set()
     said = capsys.readouterr().err
@@ -128,7 +128,7 @@ def test_a_process_may_work_on_between_rounds_after_another_has_ended(
     monkeypatch.setattr(others, "left_reason", lambda: "rank 1 ended: ValueError: of its own")
     watch, statuses = watched(Store(words), 0, others, **dict.fromkeys(short, 0.05))
     watch.waits_for_ever = waits_for_ever
-    assert goes_on(statuses, 0.5)
+    assert goes_on(statuses)
 
 
 def test_a_first_round_without_progress_ends_as_well(watched, capsys):
@@ -178,7 +178,7 @@ class SilentPeer(Store):
 def test_a_process_that_publishes_nothing_more_ends_the_run(word, ends, watched, capsys):
     store = SilentPeer(word)
     watch, statuses = watched(store, SILENT_SECONDS=0.1)
-    assert statuses.get(timeout=60.0) == 1 if ends else goes_on(statuses, 1.0)
+    assert statuses.get(timeout=60.0) == 1 if ends else goes_on(statuses)
     said = capsys.readouterr().err
     assert ("error: rank 1 has been silent for 0 s; --resume continues" in said) is ends
     watch.close()
@@ -193,5 +193,5 @@ def test_a_process_that_publishes_nothing_more_ends_the_run(word, ends, watched,
 def test_after_a_signal_a_process_that_publishes_nothing_more_ends_the_run_soon(signalled, watched, capsys):
     watch, statuses = watched(SilentPeer(b"between rounds#7"), SIGNALLED_SILENT_SECONDS=0.1)
     watch.signalled = lambda: signalled
-    assert statuses.get(timeout=60.0) == 1 if signalled else goes_on(statuses, 1.0)
+    assert statuses.get(timeout=60.0) == 1 if signalled else goes_on(statuses)
     assert ("error: rank 1 has been silent for 0 s; --resume continues" in capsys.readouterr().err) is signalled
