@@ -20,7 +20,6 @@ from tests.support.helpers import (
     CPU,
     TINY_ARCHITECTURE,
     LocalProcesses,
-    Recorder,
     make_config,
     padded,
     random_sequences,
@@ -34,6 +33,7 @@ from tests.support.helpers import (
 from tests.support.synchronising import trainer_of
 from utils.config.schema import ConfigError
 
+ACROSS_WORKERS = {"statistics_estimator": "across_workers"}
 INNER_PRODUCTS = {"sampling_method": "inner_product_test", "nodes_per_gpu": 8}
 
 
@@ -116,32 +116,30 @@ def test_a_pass_of_a_shard_group_that_does_not_fit_asks_for_the_key(monkeypatch)
 @pytest.mark.parametrize(
     ("settings", "key"),
     [
-        ({"statistics_batch_size": 25}, "statistics_batch_size: .* 24 .* got 25"),
-        ({"statistics_estimator": "across_workers"}, "statistics_estimator: .* got 4"),
+        (ACROSS_WORKERS, "statistics_estimator: .* got 4"),
         (INNER_PRODUCTS | {"batch_test_confidence": 2.0}, "batch_test_confidence: .* 0 "),
         (INNER_PRODUCTS | {"batch_test_confidence": 2.0, "statistics_smoothing": 0.2}, "batch_test_confidence: .* 0 "),
         (INNER_PRODUCTS | {"statistics_batch_size": 4}, "statistics_batch_size: .* 5 "),
-        (INNER_PRODUCTS | {"statistics_estimator": "across_workers", "debias": True}, "debias: .* false"),
-        (INNER_PRODUCTS | {"statistics_estimator": "across_workers"}, "statistics_estimator: .* got 2"),
+        (INNER_PRODUCTS | ACROSS_WORKERS | {"debias": True}, "debias: .* false"),
+        (INNER_PRODUCTS | ACROSS_WORKERS, "statistics_estimator: .* got 2"),
     ],
 )
 def test_statistics_that_could_never_be_taken_are_refused(settings, key):
+    config = make_config(**settings)
+    nodes = [Node(number, CPU, 64) for number in range(config.nodes_per_gpu)]
     with pytest.raises(ConfigError, match=f"^{key}"):
-        tiny_cluster(**settings)
+        check_statistics(config, nodes, 24)
+
+
+def test_a_cluster_refuses_a_probe_of_more_examples_than_a_trainer_has():
+    with pytest.raises(ConfigError, match=r"^statistics_batch_size: .* 24 .* got 25"):
+        tiny_cluster(statistics_batch_size=25)
 
 
 def test_samples_of_several_workers_need_less_smoothing():
     """Two workers with a smoothing of 0.25 count as 2 (1.25 / 0.75) > 3 samples."""
     cluster = tiny_cluster(**INNER_PRODUCTS, batch_test_confidence=2.0, statistics_smoothing=0.25)
     assert [len(trainer.nodes) for trainer in cluster.trainers.values()] == [2] * 4
-
-
-def test_micro_batches_of_one_example_give_the_statistics_of_larger_ones():
-    settings = {"INITIAL_BATCH_SIZE": 8, "switch_mode": "only_gradient_accumulation", "number_of_initial_trainers": 1}
-    clusters = [tiny_cluster(**settings, max_batch_size=size) for size in (1, 8)]
-    one, eight = (cluster.run_round(Recorder()).reports[0].statistics for cluster in clusters)
-    assert one.variance == pytest.approx(eight.variance, rel=1e-4)
-    assert one.squared_norm == pytest.approx(eight.squared_norm, rel=1e-3)
 
 
 @pytest.mark.parametrize(
