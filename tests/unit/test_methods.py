@@ -19,7 +19,7 @@ from fabrics.config_checks import CHECKS
 from fabrics.training import inner_loop
 from fabrics.training.method_config import method_of
 from fabrics.training.worker import COPY, ERROR, Node
-from tests.support import oracles
+from tests.support import matrix, oracles
 from tests.support.helpers import CPU, VOCABULARY, in_one_type, make_config, make_trainer, tiny_llama, train
 from tests.support.synchronising import EXAMPLES, assert_equals_oracle, problem_of, trainer_of
 from trainers import Trainer
@@ -507,15 +507,18 @@ def test_locodl_sends_values_alone_and_its_corrections_cancel():
     events = train(trainer, 1)[0].events
     assert [(event.sent, event.received) for event in events] == [(3 * count * 8, 3 * count * 8)] * 3
     control = trainer.shared["control"]
-    # Corrections start at zero again with other workers and after a merge, which replaces no worker here.
-    for step, workers in enumerate((4, 3, 5, 5)):
+    # They start at zero again with other workers, after a merge, which replaces no worker here, and after a loss.
+    for step, workers in enumerate((4, 3, 5, 5, 5)):
         if step < 3:
             trainer.assign_nodes(tuple(Node(index, CPU, 64) for index in range(workers)))
-        else:
+        elif step == 3:
             other = trainer_of(2, distributed_algo="LoCoDL", synchronisation={"probability": 1, "density": 0.1})
             other.id = 1
             train(other, 1)
             trainer.absorb([other], {0: 0.5, 1: 0.5})
+        else:
+            with matrix.losing(lambda key: key.worker == 1):
+                train(trainer, 1, 2)
         train(trainer, 1, 1)
         assert control.abs().max() > 1e-3
         corrections = [worker.state["correction"] for worker in trainer.local_workers.values()]
@@ -625,6 +628,7 @@ def test_the_linear_estimate_is_never_below_the_variance_and_the_sketch_hardly_e
     [
         ("FedOpt", {"beta1": 1.0}, "beta1: must be at least 0 and less than 1, got 1.0"),
         ("StreamingDiLoCo", {"fragments": 0}, "fragments: must be a positive integer, got 0"),
+        ("StreamingDiLoCo", {"fragments": True}, "fragments: should not be true or false, got True"),
         ("StreamingDiLoCo", {"mixing": 1.0}, "mixing: must be at least 0 and less than 1, got 1.0"),
         ("StreamingDiLoCo", {"fragments": 5}, "fragments: must divide number_of_inner_steps_between_outers, 12, got 5"),
         ("StreamingDiLoCo", {"delay": 6}, "delay: must be less than number_of_inner_steps_between_outers / fragments"),
