@@ -12,7 +12,6 @@ from fabrics.training.flat_model import FlatModel
 from fabrics.training.inner_loop import backward
 from tests.support.helpers import (
     CPU,
-    Recorder,
     light_cluster,
     probed_backward,
     random_sequences,
@@ -76,19 +75,12 @@ def test_frozen_embeddings_need_no_gradient():
     assert not model.get_input_embeddings()(torch.tensor([[1, 2]])).requires_grad
 
 
-def test_a_run_that_recomputes_activations_has_the_same_bits():
-    found = []
+def test_all_layers_of_a_run_recompute_their_activations_if_it_is_configured():
     for recomputes in (False, True):
-        cluster = tiny_cluster(
-            activation_checkpointing=recomputes, number_of_initial_trainers=1, number_of_outer_steps=2
-        )
-        cluster.train(Recorder())
+        cluster = tiny_cluster(activation_checkpointing=recomputes)
         layers = [m for m in cluster.model.module.modules() if hasattr(m, "gradient_checkpointing")]
         assert layers
         assert all(layer.gradient_checkpointing is recomputes for layer in layers)
-        found.append((cluster.trainers[0].requested_batch, cluster.trainers[0].parameters))
-    assert found[0][0] == found[1][0]
-    assert torch.equal(found[0][1], found[1][1])
 
 
 def test_a_module_that_cannot_recompute_is_refused():
