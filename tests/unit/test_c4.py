@@ -107,9 +107,7 @@ def test_another_tokenizer_than_the_models_is_an_error_that_names_both(
     assert load_data(make_c4(c4_tokenized_path=tokenised_c4, tokenizer=tmp_path / "moved")).dataset == "c4"
 
 
-def test_too_few_documents_say_how_many_there_are(make_c4, c4_shards, tokenised_c4):
-    with pytest.raises(ConfigError, match="data_sample_size: 600 documents are left for training beside 40"):
-        load_data(make_c4(c4_local_path=c4_shards, data_sample_size=601))
+def test_too_few_documents_of_a_tokenised_set_say_how_many_there_are(make_c4, tokenised_c4):
     with pytest.raises(ConfigError, match=r"data_sample_size: .*set.* has 500 training documents, got 501"):
         load_data(make_c4(c4_tokenized_path=tokenised_c4, data_sample_size=501))
     with pytest.raises(ConfigError, match=r"val_size: .*set.* has 50 validation documents, got 51"):

@@ -197,6 +197,7 @@ SPEEDS = TOKENS | {"node_speeds": [1, 1, 0.5, 0.25]}
     [
         ({"number_of_outer_steps": None}, ["number_of_outer_steps"]),
         ({"dataset": "text"}, ["text_files"]),
+        ({"dataset": "messages"}, ["text_files"]),
         ({"dataset": "imdb"}, ["model_type"]),
         ({"data_split": "sources", "data_shares": 3}, ["data_shares"]),
         ({"dataset": "messages", "text_files": ["x"], "data_split": "sources"}, ["data_split"]),

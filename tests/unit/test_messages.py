@@ -248,5 +248,3 @@ def test_a_tokenizer_without_a_chat_template_is_refused(make, tmp_path):
         load_data(make(small_talk(3), tokenizer=None))
     with pytest.raises(ConfigError, match=r"tokenizer: .*plain has no chat template, which dataset messages needs"):
         load_data(make(small_talk(3), tokenizer=str(tmp_path / "plain")))
-    with pytest.raises(ConfigError, match="text_files: dataset messages needs the names of its files"):
-        make(small_talk(3), text_files=None)

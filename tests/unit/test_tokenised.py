@@ -208,12 +208,6 @@ def test_a_finished_set_is_not_made_again_and_not_overwritten(tokenizer, tmp_pat
     assert (tmp_path / "other" / "precious.txt").exists()
 
 
-def test_too_few_documents_leave_nothing_behind(tokenizer, tmp_path):
-    with pytest.raises(ConfigError, match="data_sample_size: 90 documents are left for training beside 10"):
-        write(tmp_path / "set", tokenizer, python_documents()[:100], 1000, 10)
-    assert [path.name for path in tmp_path.iterdir() if not path.name.startswith(".")] == []
-
-
 DAMAGE = [
     *itertools.product(["SHA256SUMS", "metadata.json", "train/tokens.bin", "tokenizer/tokenizer.json"], ["flipped"]),
     *itertools.product(["SHA256SUMS", "train/tokens.bin"], ["truncated", "missing", "junk", "folder"]),
