@@ -50,12 +50,3 @@ def test_rows_that_cannot_be_written_are_kept(tmp_path):
     for each in (log, resumed):
         each.append([{"a": 4}])
         assert path.read_text().split() == ["a", "1", "2", "3", "4"]
-
-
-def test_a_log_shorter_than_its_state_is_an_error(tmp_path):
-    log = CsvLog(tmp_path / "log.csv")
-    log.append([{"a": 1}])
-    state = log.state_dict()
-    (tmp_path / "log.csv").write_text("a\n")
-    with pytest.raises(OSError, match="is shorter than it was"):
-        CsvLog(tmp_path / "log.csv", state)

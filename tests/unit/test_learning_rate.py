@@ -5,7 +5,7 @@ import math
 import pytest
 
 from algorithms.schedule.limits import RoundSchedule
-from algorithms.schedule.schedules import LearningRateSchedule, eta_during
+from algorithms.schedule.schedules import LearningRateSchedule
 
 
 @pytest.mark.parametrize(
@@ -54,8 +54,3 @@ def test_warm_up_is_linear_in_tokens_and_the_slower_counts():
 
 def test_progress_is_spread_evenly_over_the_steps_and_multiplies_the_warm_up():
     assert factors(name="linear", warmup_steps=4) == pytest.approx([0.25, 0.45, 0.6, 0.7, 0.6])
-
-
-def test_eta_is_linear_in_progress():
-    assert [eta_during(2.0, 0.5, progress) for progress in (0.0, 0.5, 1.0)] == [2.0, 1.25, 0.5]
-    assert eta_during(2.0, None, 0.7) == 2.0

@@ -138,12 +138,6 @@ def test_adapters_equal_those_of_peft(architecture):
     torch.testing.assert_close(model(ids).logits, other(ids).logits, rtol=1e-6, atol=1e-6)
 
 
-def test_only_adapters_are_in_the_flat_buffers():
-    model = FlatModel(adapted(), CPU)
-    assert model.parameter_count == ELEMENTS
-    assert {block.name.rpartition("proj.")[2] for block in model.blocks} == {"down.weight", "up.weight"}
-
-
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_statistics_are_those_of_the_adapters_gradients(architecture):
     examples = PackedSequences(random_sequences(6))
