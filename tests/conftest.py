@@ -129,6 +129,15 @@ def cache_dir(tmp_path_factory):
     return folder
 
 
+@pytest.fixture(scope="module")
+def matrix_ready():
+    """The methods and models of tests/support/matrix.py."""
+    from tests.support import matrix
+
+    with matrix.ready():
+        yield
+
+
 @pytest.fixture
 def no_pixels(monkeypatch):
     """Write figures as empty files: rendering takes longer than small runs do."""

@@ -13,15 +13,9 @@ from tests.support.helpers import CPU, Recorder, train
 from trainers import Trainer
 from utils.distributed.reductions import Workers
 
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("matrix_ready")]
 
 every_method = pytest.mark.parametrize("name", matrix.NAMES)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _ready():
-    with matrix.ready():
-        yield
 
 
 def nodes(count: int) -> tuple[Node, ...]:

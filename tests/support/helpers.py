@@ -151,6 +151,13 @@ def peek(cursor: DataCursor, offset: int, count: int) -> np.ndarray:
     return reading.places(offset, count)
 
 
+def reloaded(cursor: DataCursor) -> DataCursor:
+    """Return the cursor of a resumed run."""
+    fresh = DataCursor(cursor._data, [0], cursor._by_worker)
+    fresh.load_state_dict(json.loads(json.dumps(cursor.state_dict())))
+    return fresh
+
+
 def subset_of(cursor: DataCursor) -> np.ndarray:
     """Return all examples of a trainer."""
     return np.concatenate([cursor._data.draw(walk.members) for walk in cursor._walks.values()])

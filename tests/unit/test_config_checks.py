@@ -13,6 +13,8 @@ from tests.support import matrix
 from tests.support.helpers import Recorder
 from utils.config.reading import parse_config
 
+pytestmark = pytest.mark.usefixtures("matrix_ready")
+
 # Another value for each key that only some methods or inner optimizers read.
 OTHER = {
     "learning_rate_for_outer_opt": 0.02,
@@ -35,12 +37,6 @@ RUN = {
     "number_of_outer_steps": 2, "merge_frequency": 1, "number_of_initial_trainers": 2, "nodes_per_gpu": 2,
     "identical_initialisation": False, "number_of_inner_steps_between_outers": 2, "eval_every": 2,
 }  # fmt: skip
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _ready():
-    with matrix.ready():
-        yield
 
 
 def outcome(name: str, values: dict) -> dict:

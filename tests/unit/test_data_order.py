@@ -1,6 +1,5 @@
 """Data order: subsets, walks through them, and merges of walks."""
 
-import json
 from collections import Counter
 
 import numpy as np
@@ -9,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fabrics.data.sampler import DataCursor, Subsets
-from tests.support.helpers import peek, subset_of
+from tests.support.helpers import peek, reloaded, subset_of
 
 
 def cursors(trainers: int, examples: int) -> list[DataCursor]:
@@ -27,13 +26,6 @@ def walked(cursor: DataCursor, count: int) -> list[int]:
     examples = peek(cursor, 0, count).tolist()
     cursor.advance([count])
     return examples
-
-
-def reloaded(cursor: DataCursor) -> DataCursor:
-    """The cursor of a resumed run."""
-    fresh = DataCursor(cursor._data, [0])
-    fresh.load_state_dict(json.loads(json.dumps(cursor.state_dict())))
-    return fresh
 
 
 # Subsets

@@ -32,11 +32,7 @@ from tests.support.helpers import (
 )
 from utils.config.schema import Config
 
-
-@pytest.fixture(autouse=True, scope="module")
-def _ready():
-    with matrix.ready():
-        yield
+pytestmark = pytest.mark.usefixtures("matrix_ready")
 
 
 def round_key(number: int = 0, trainer: int = 0, seed: int = 42) -> RoundKey:
@@ -97,15 +93,6 @@ def test_scheduled_nodes_divide_the_batch():
     model = 4 * cluster.parameter_count
     assert cluster.counters.bytes_redistributed == 2 * (4 * model + 4)
     assert cluster.counters.communications == 8
-
-
-def test_trainers_divide_the_scheduled_nodes():
-    cluster = cluster_of(
-        number_of_outer_steps=6, number_of_initial_trainers=2, merge_frequency=5,
-        node_schedule=[[0, 1], [0.2, 4], [0.5, 2], [0.9, 1]],
-    )  # fmt: skip
-    cluster.train(recorder := Recorder())
-    assert nodes_of(recorder) == [[1, 1], [1, 1], [2, 2], [1, 1], [1, 1], [2]]
 
 
 def test_an_epoch_with_changing_nodes_reads_every_example_once():

@@ -1,6 +1,5 @@
 """The order of examples in non-IID shares, through changing workers, merges and resumes."""
 
-import json
 from collections import Counter
 
 import numpy as np
@@ -16,6 +15,7 @@ from tests.support.helpers import (
     make_trainer,
     padded,
     random_sequences,
+    reloaded,
     subset_of,
     tiny_llama,
     train,
@@ -31,13 +31,6 @@ def read(cursor: DataCursor, batches: list[int], steps: int) -> list[list[int]]:
             found[worker] = [example for first in firsts for example in reading.places(first, batches[worker]).tolist()]
     cursor.advance([steps * batch for batch in batches])
     return [found[worker] for worker in range(len(batches))]
-
-
-def reloaded(cursor: DataCursor) -> DataCursor:
-    """Return the cursor of a resumed run."""
-    fresh = DataCursor(cursor._data, [0], cursor._by_worker)
-    fresh.load_state_dict(json.loads(json.dumps(cursor.state_dict())))
-    return fresh
 
 
 @pytest.mark.parametrize(
