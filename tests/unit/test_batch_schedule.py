@@ -1,3 +1,5 @@
+"""Batch schedules, and the learning rate that follows the batch."""
+
 import math
 
 import pytest
@@ -62,17 +64,6 @@ def test_critical_batch_warmup_takes_43_percent_fewer_steps():
     steps = first + (second - first) / 2 + (1 - second) / 4
     assert round(1 - steps, 2) == 0.43
     assert [schedule.rate_factor(0.5, growth) for growth in (1, 2, 4)] == pytest.approx([1.0, math.sqrt(2), 2.0])
-
-
-def test_seesaws_learning_rate_falls_where_the_batch_has_doubled():
-    """However the next round's progress differs from what the last one expected."""
-    parameters = BatchTestParameters(0.8, 0.9, 5.84, False, 0.0)
-    schedule = BatchSchedule([(0.5, 32.0)], scales_rate=True, halves_rate=True)
-    control = BatchControl(BatchControlSettings("none", parameters, None, 1, 0.0, None, schedule), 16)
-    control.conclude([], None, 16, 0.49, 64)
-    assert (control.requested_batch, control.learning_rate_factor(16)) == (16, 1.0)
-    control.conclude([], None, 16, 0.5, 64)
-    assert (control.requested_batch, control.learning_rate_factor(32)) == (32, pytest.approx(math.sqrt(0.5)))
 
 
 def test_the_learning_rate_follows_the_batch_that_is_run():

@@ -24,7 +24,7 @@ RATES = (0.01, 0.02, 0.015, 0.01, 0.005)
 
 
 def build(module: nn.Module, name: str, **values):
-    """A model model of this module, and an inner optimizer over it."""
+    """A model of this module, and an inner optimizer over it."""
     model = FlatModel(module, CPU)
     return model, WorkerOptimizer(model, make_config(inner_optimizer=name, **values))
 

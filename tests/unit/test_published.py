@@ -1,3 +1,5 @@
+"""The bandwidth that published methods need, on paper and against the published numbers."""
+
 import json
 
 import pytest

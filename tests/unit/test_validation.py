@@ -1,4 +1,4 @@
-"""Validation is divided among the workers, and changes no training."""
+"""The evaluation of merged trainers, and that it changes no training."""
 
 import torch
 
