@@ -63,12 +63,6 @@ def chunked_loss_sums(
     return sums, (targets != IGNORE_INDEX).sum(1)
 
 
-def example_losses(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Return the mean loss of each example over its own targets, [b]; 0 for an example without targets."""
-    sums, counts = example_loss_sums(logits, labels)
-    return sums / counts.clamp(min=1)
-
-
 def _next_tokens(labels: torch.Tensor) -> torch.Tensor:
     """Return what is predicted at each position. Shifting the labels saves a copy of the logits."""
     return F.pad(labels, (0, 1), value=IGNORE_INDEX)[:, 1:].contiguous()

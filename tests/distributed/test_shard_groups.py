@@ -13,7 +13,6 @@ from safetensors.torch import load_file
 from torch import nn
 
 from algorithms.batch.gradient_statistics import across_workers_estimate, gradient_moments
-from algorithms.batch.losses import example_losses
 from fabrics.config_checks import CHECKS
 from fabrics.planning.estimate import Estimate
 from fabrics.pool.run_checks import sharding_warning
@@ -21,9 +20,8 @@ from fabrics.sharding import sharded_model
 from fabrics.sharding.sharded_model import ShardedModel, layers_of, sharded_layers, sharded_parts
 from fabrics.training.worker import TrainingError
 from tests.support import shard_groups
-from tests.support.helpers import CPU, LocalProcesses, tiny_bert, tiny_data, tiny_llama
+from tests.support.helpers import CPU, LocalProcesses, example_losses, language_model, tiny_bert, tiny_data, tiny_llama
 from tests.support.runs import summary, write_config
-from tests.unit.test_attention import language_model
 from utils.config.reading import ConfigError, parse_config
 
 

@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,10 +15,12 @@ from tests.support.helpers import (
     CPU,
     VOCABULARY,
     evaluate,
+    example_gradients,
     make_config,
     make_trainer,
     padded,
     probed_backward,
+    sequence_loss,
     tiny_bert,
     tiny_llama,
     train,
@@ -76,23 +77,10 @@ def test_classes_are_the_labels_of_a_classification():
     assert examples.largest == 2
 
 
-def one_at_a_time(model, texts):
-    """Losses and gradients without any padding."""
-    losses, gradients = [], []
-    for text in texts:
-        ids = torch.tensor([text])
-        model.zero_grad()
-        loss = F.cross_entropy(model(input_ids=ids).logits[0, :-1], ids[0, 1:])
-        loss.backward()
-        losses.append(loss.item())
-        gradients.append(torch.cat([p.grad.flatten().double() for p in model.parameters()]))
-    return np.array(losses), torch.stack(gradients)
-
-
 def test_padding_counts_neither_in_the_statistics_nor_in_the_gradient():
     texts = random_texts(7, 12)
     model = tiny_llama()
-    _, gradients = one_at_a_time(tiny_llama(), texts)
+    gradients = example_gradients(tiny_llama(), map(torch.tensor, texts), sequence_loss)
     trainer = make_trainer(model, make_config(), padded(texts))
     working = trainer.local_workers[0].model
     _, probe = probed_backward(working, padded(texts), np.arange(7))
@@ -108,7 +96,7 @@ def test_padding_counts_neither_in_the_statistics_nor_in_the_gradient():
 def test_padding_counts_neither_in_loss_nor_in_perplexity():
     texts = random_texts(7, 12)
     model = tiny_llama(dtype=torch.float32).eval()
-    losses, _ = one_at_a_time(model, texts)
+    losses = [sequence_loss(model, torch.tensor(text)).item() for text in texts]
     expected = np.average(losses, weights=[len(text) - 1 for text in texts])
     for batch_size in (1, 2, 3):
         result = evaluate(model, padded(texts), "causal_lm", batch_size)

@@ -6,18 +6,26 @@ import functools
 import json
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from typing import TypeVar
 from unittest.mock import patch
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import BertConfig, BertForSequenceClassification, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
+    BertConfig,
+    BertForSequenceClassification,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
-from algorithms.batch.losses import example_losses, logits_of
+from algorithms.batch.losses import example_loss_sums, logits_of
 from algorithms.batch.per_example import PerExampleProbe
 from algorithms.batch.switch_mode import ExecutionPlan
 from algorithms.schedule.limits import RoundSchedule
@@ -39,6 +47,7 @@ from utils.distributed.processes import Processes
 
 CPU = torch.device("cpu")
 VOCABULARY = 61
+T = TypeVar("T")
 
 
 # Checks types and names, not whether values go together.
@@ -112,6 +121,21 @@ def tiny_bert(seed: int = 0, dtype: torch.dtype = torch.float64, dropout: float 
         "attention_probs_dropout_prob": dropout,
     }
     return BertForSequenceClassification(BertConfig(**(config | values))).to(dtype)
+
+
+def language_model(architecture: str, **values) -> nn.Module:
+    """Return a small model of an architecture of transformers, in float32 and eval mode."""
+    torch.default_generator.manual_seed(0)
+    sizes = {"vocab_size": VOCABULARY, "hidden_size": 16, "num_attention_heads": 4, "num_hidden_layers": 1}
+    if architecture not in ("gpt2", "gpt_neox"):
+        sizes["num_key_value_heads"] = 2
+    if architecture == "gpt2":
+        sizes["scale_attn_weights"] = False  # the others divide scores by the root of the width
+    else:
+        sizes["intermediate_size"] = 24
+    tokens = {"pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2, "use_cache": False}
+    config = CONFIG_MAPPING[architecture](**(sizes | tokens | values))
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
 
 
 def random_sequences(count: int, length: int = 9, seed: int = 0) -> np.ndarray:
@@ -413,6 +437,36 @@ def sample_statistics(norms: torch.Tensor, products: torch.Tensor, squared_norm:
         inner_product_variance=products.var().item() if b > 1 else math.nan,
         orthogonal_variance=(norms - products**2 / squared_norm).sum().item() / (b - 1) if b > 1 else math.nan,
     )
+
+
+def example_losses(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Return the mean loss of each example over its own targets, [b]; 0 for an example without targets."""
+    sums, counts = example_loss_sums(logits, labels)
+    return sums / counts.clamp(min=1)
+
+
+def sequence_loss(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
+    """Return the mean token loss of a sequence [T], the way of the textbooks: with shifted logits."""
+    return F.cross_entropy(model(input_ids=ids[None]).logits[0, :-1], ids[1:])
+
+
+def flat_gradient(model: nn.Module) -> torch.Tensor:
+    """Return the gradient of all trainable parameters, in float64."""
+    gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters() if p.requires_grad]
+    return torch.cat([gradient.double().flatten() for gradient in gradients])
+
+
+def example_gradients(
+    model: nn.Module, rows: Iterable[T], loss: Callable[[nn.Module, T], torch.Tensor]
+) -> torch.Tensor:
+    """Return the gradient of the loss of each row, one `flat_gradient` each, from one backward pass for each."""
+    found = []
+    for row in rows:
+        model.zero_grad()
+        loss(model, row).backward()
+        found.append(flat_gradient(model))
+    model.zero_grad()
+    return torch.stack(found)
 
 
 def per_example_statistics(model: nn.Module, batch: dict[str, torch.Tensor]) -> SimpleNamespace:

@@ -12,11 +12,12 @@ from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, AutoTokenizer, get_linear_schedule_with_warmup
 
 import adloco
-from algorithms.batch.losses import example_losses, logits_of
+from algorithms.batch.losses import logits_of
 from examples import fine_tune, hugging_face_trainer
 from fabrics.config_checks import CHECKS
 from fabrics.data.dataset_loader import load_data
 from fabrics.models.initialisation import initial_model
+from tests.support.helpers import example_losses
 from utils.config.reading import parse_config
 
 

@@ -7,14 +7,13 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 from transformers import (
-    CONFIG_MAPPING,
     AttentionInterface,
     AttentionMaskInterface,
     AutoModelForCausalLM,
     LlamaForCausalLM,
 )
 
-from algorithms.batch.losses import IGNORE_INDEX, example_losses
+from algorithms.batch.losses import IGNORE_INDEX
 from algorithms.batch.per_example import PerExampleProbe
 from algorithms.batch.switch_mode import ExecutionPlan
 from algorithms.schedule.limits import RoundSchedule
@@ -33,6 +32,8 @@ from fabrics.training.flat_model import FlatModel
 from fabrics.training.inner_loop import InnerLoop, accumulate_gradients, backward
 from tests.support.helpers import (
     CPU,
+    example_losses,
+    language_model,
     make_config,
     make_trainer,
     padded,
@@ -63,20 +64,6 @@ class Readings(TorchFunctionMode):
         name = getattr(function, "__name__", "")
         self.found += [name] if name in READING else []
         return function(*arguments, **(keywords or {}))
-
-
-def language_model(architecture: str, **values):
-    torch.default_generator.manual_seed(0)
-    sizes = {"vocab_size": 61, "hidden_size": 16, "num_attention_heads": 4, "num_hidden_layers": 1}
-    if architecture not in ("gpt2", "gpt_neox"):
-        sizes["num_key_value_heads"] = 2
-    if architecture == "gpt2":
-        sizes["scale_attn_weights"] = False  # the others divide scores by the root of the width
-    else:
-        sizes["intermediate_size"] = 24
-    tokens = {"pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2, "use_cache": False}
-    config = CONFIG_MAPPING[architecture](**(sizes | tokens | values))
-    return AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
 
 
 def passed(model) -> tuple[torch.Tensor, list[torch.Tensor]]:

@@ -20,12 +20,11 @@ from fabrics.training.flat_model import FlatModel
 from fabrics.training.inner_loop import accumulate_gradients
 from tests.support.helpers import (
     CPU,
-    VOCABULARY,
+    language_model,
     light_cluster,
     random_sequences,
     tiny_llama,
 )
-from tests.unit.test_attention import language_model
 from utils.config.reading import parse_config
 from utils.config.schema import ConfigError
 
@@ -75,7 +74,7 @@ def assert_close(found, expected):
 @pytest.mark.parametrize("architecture", sorted(ARCHITECTURES))
 def test_losses_gradients_and_evaluation_are_those_of_all_logits(architecture):
     def build():
-        return language_model(architecture, vocab_size=VOCABULARY).double()
+        return language_model(architecture).double()
 
     expected = found_by(build(), None, probe=False)
     for chunk in (1, 4, TOKENS):

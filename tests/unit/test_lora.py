@@ -16,7 +16,6 @@ from transformers import (
     MambaForCausalLM,
 )
 
-from algorithms.batch.losses import example_losses
 from cluster import Cluster
 from fabrics.config_checks import CHECKS
 from fabrics.data.dataset_loader import load_data
@@ -27,7 +26,17 @@ from fabrics.models.lora import LoRA, add_adapters
 from fabrics.planning.estimate import Estimate
 from fabrics.training.flat_model import FlatModel
 from tests.support.chat import chat_tokenizer, small_talk, write_messages
-from tests.support.helpers import CPU, VOCABULARY, Recorder, probed_backward, random_sequences, tiny_llama
+from tests.support.helpers import (
+    CPU,
+    VOCABULARY,
+    Recorder,
+    example_gradients,
+    example_losses,
+    probed_backward,
+    random_sequences,
+    sequence_loss,
+    tiny_llama,
+)
 from utils.config.reading import parse_config
 from utils.config.schema import ConfigError
 
@@ -142,13 +151,9 @@ def test_adapters_equal_those_of_peft(architecture):
 def test_statistics_are_those_of_the_adapters_gradients(architecture):
     examples = PackedSequences(random_sequences(6))
     _, probe = probed_backward(FlatModel(adapted(architecture), CPU), examples, np.arange(6))
-    model = adapted(architecture)
-    for index in range(6):
-        batch = examples.batch([index], CPU)
-        model.zero_grad()
-        example_losses(model(batch["input_ids"]).logits, batch["labels"]).sum().backward()
-        alone = sum(p.grad.square().sum().item() for p in model.parameters() if p.requires_grad)
-        assert 36 * probe.squared_norms[index].item() == pytest.approx(alone, rel=1e-6)
+    ids = examples.batch(range(6), CPU)["input_ids"]
+    alone = example_gradients(adapted(architecture), ids, sequence_loss).square().sum(1)
+    assert (36 * probe.squared_norms).tolist() == pytest.approx(alone.tolist(), rel=1e-6)
 
 
 def test_frozen_weights_cost_no_gradient():

@@ -22,14 +22,23 @@ from transformers import (
     Qwen3Config,
 )
 
-from algorithms.batch.losses import example_losses
 from fabrics.data.examples import PackedSequences
 from fabrics.data.tokenization import load_tokenizer
 from fabrics.models.export import save_model
 from fabrics.models.initialisation import check_architecture, meta_model
 from fabrics.models.model_family import build_model, is_pretrained, reinitialise_output_layer
 from fabrics.training.flat_model import FlatModel
-from tests.support.helpers import CPU, TINY_ARCHITECTURE, make_config, probed_backward, tiny_bert, tiny_data, tiny_llama
+from tests.support.helpers import (
+    CPU,
+    TINY_ARCHITECTURE,
+    example_gradients,
+    make_config,
+    probed_backward,
+    sequence_loss,
+    tiny_bert,
+    tiny_data,
+    tiny_llama,
+)
 from utils.config.schema import ConfigError
 
 
@@ -190,14 +199,10 @@ def test_a_language_model_of_any_architecture_is_loaded_tested_and_saved(tokeniz
     ids = examples.batch(range(4), CPU)["input_ids"]
     assert loaded(ids).logits.equal(model.train()(ids).logits)
 
-    by_hand = []
-    for index in range(4):
-        loaded.zero_grad()
-        example_losses(loaded(ids[index : index + 1]).logits, ids[index : index + 1]).sum().backward()
-        by_hand.append(sum(parameter.grad.square().sum().item() for parameter in loaded.parameters()))
+    by_hand = example_gradients(loaded, ids, sequence_loss).square().sum(1)
     working = FlatModel(loaded, CPU)
     _, probe = probed_backward(working, examples, np.arange(4))
-    assert (16 * probe.squared_norms).tolist() == pytest.approx(by_hand, rel=1e-4)
+    assert (16 * probe.squared_norms).tolist() == pytest.approx(by_hand.tolist(), rel=1e-4)
 
     save_model(loaded, tokenizer, tmp_path / "again")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "again")

@@ -17,7 +17,15 @@ from algorithms.batch.per_example import (
     compared_micro_batches,
     step_estimate,
 )
-from tests.support.helpers import VOCABULARY, per_example_statistics, sample_statistics, tiny_bert, tiny_llama
+from tests.support.helpers import (
+    VOCABULARY,
+    example_gradients,
+    flat_gradient,
+    per_example_statistics,
+    sample_statistics,
+    tiny_bert,
+    tiny_llama,
+)
 
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 
@@ -31,24 +39,15 @@ def one_example_loss(model: nn.Module, example: dict[str, torch.Tensor]) -> torc
     return F.cross_entropy(logits[0, :-1], labels[0, 1:], ignore_index=-100)
 
 
-def flat_gradient(model: nn.Module) -> np.ndarray:
-    gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters() if p.requires_grad]
-    return torch.cat([gradient.double().flatten() for gradient in gradients]).numpy()
-
-
 def assert_equal_to_single_passes(model: nn.Module, batch: dict[str, torch.Tensor], dtype: torch.dtype) -> None:
     b = len(batch["labels"])
-    gradients = []
-    for index in range(b):
-        model.zero_grad(set_to_none=True)
-        one_example_loss(model, {name: value[index : index + 1] for name, value in batch.items()}).backward()
-        gradients.append(flat_gradient(model))
-    gradients = np.stack(gradients)
+    examples = [{name: value[index : index + 1] for name, value in batch.items()} for index in range(b)]
+    gradients = example_gradients(model, examples, one_example_loss).numpy()
     mean = gradients.mean(0)
     found = per_example_statistics(model, batch)
     assert found.sample_size == b
     assert found.squared_norm == pytest.approx(mean @ mean, rel=TOLERANCE[dtype])
-    np.testing.assert_allclose(flat_gradient(model), mean, rtol=0, atol=TOLERANCE[dtype] * np.linalg.norm(mean))
+    np.testing.assert_allclose(flat_gradient(model).numpy(), mean, rtol=0, atol=TOLERANCE[dtype] * np.linalg.norm(mean))
     if b == 1:
         assert math.isnan(found.variance)
         return
@@ -149,22 +148,15 @@ def test_the_padding_row_of_an_embedding_stays_out_of_the_statistics():
     assert_equal_to_single_passes(tiny_bert(1), {"input_ids": ids, "labels": torch.tensor([0, 1, 1])}, torch.float64)
 
 
-def gradients_of(model: nn.Module, rows: torch.Tensor) -> np.ndarray:
-    """Return the gradient of each row's sum of squared outputs."""
-    found = []
-    for row in rows:
-        model.zero_grad()
-        model(row.unsqueeze(0)).square().sum().backward()
-        found.append(flat_gradient(model))
-    model.zero_grad()
-    return np.stack(found)
+def squared_outputs(model: nn.Module, row: torch.Tensor) -> torch.Tensor:
+    return model(row.unsqueeze(0)).square().sum()
 
 
 def assert_variance_is_that_of_single_examples(module: type[nn.Module]) -> None:
     """For a module that takes inputs [6, 3, 5]."""
     torch.manual_seed(0)
     model, x = module(), torch.randn(6, 3, 5, dtype=torch.float64)
-    gradients = gradients_of(model, x)
+    gradients = example_gradients(model, x, squared_outputs).numpy()
     with PerExampleProbe(model, batch_size=6) as probe:
         model(x).square().sum((1, 2)).mean().backward()
     assert statistics_of(probe).variance == pytest.approx(gradients.var(0, ddof=1).sum(), rel=1e-12)
@@ -305,7 +297,7 @@ def test_an_accumulated_step_is_one_sample(sizes):
     """Squared norm, variance, P and R from all products of different examples, written out."""
     torch.manual_seed(0)
     model, rows = nn.Linear(4, 3, dtype=torch.float64), torch.randn(9, 2, 4, dtype=torch.float64)
-    gradients = gradients_of(model, rows)
+    gradients = example_gradients(model, rows, squared_outputs).numpy()
     products = gradients @ gradients.T
     found = step_estimate(probes_of(model, rows, sizes))
 
@@ -349,7 +341,7 @@ def test_a_layer_that_a_micro_batch_does_not_reach_counts(first):
     model, rows = Branch(), torch.randn(9, 2, 4, dtype=torch.float64).abs()
     rows[:5] *= first
     rows[5:] *= -first
-    gradients = gradients_of(model, rows)
+    gradients = example_gradients(model, rows, squared_outputs).numpy()
     products = gradients @ gradients.T
     found = step_estimate(probes_of(model, rows, (5, 4)))
     assert found.squared_norm == pytest.approx((products.sum() - np.trace(products)) / 72, rel=1e-9)
