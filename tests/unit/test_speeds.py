@@ -242,6 +242,18 @@ def test_a_resumed_node_log_equals_an_uninterrupted_one(tmp_path):
     assert half.summary()["waiting_share"] == log.summary()["waiting_share"]
 
 
+def test_the_node_log_of_a_run_that_is_resumed_with_more_nodes_continues_in_time(tmp_path):
+    _, log, rounds = logged(tmp_path, INITIAL_BATCH_SIZE=44, node_speeds=SPEEDS, balance="batch")
+    log = NodeLog(tmp_path, log._config, json.loads(json.dumps(log.state_dict())))
+    assert log.summary()["simulated_seconds"] == pytest.approx(4 * 48)
+    for result in rounds[:2]:
+        log.log(6, result)
+    rows = node_rows(tmp_path / "node_log.csv")[16:]
+    assert [row["begins"] for row in rows] == pytest.approx([4 * 48] * 4 + [5 * 48] * 4)
+    assert [row["busy"] for row in rows] == pytest.approx([48] * 8)
+    assert log.summary()["simulated_seconds"] == pytest.approx(6 * 48)
+
+
 def test_without_a_barrier_all_nodes_take_equally_long(tmp_path):
     """Four rounds of eight inner steps of 2 s, up to one own step and one answer under way."""
     values = {"number_of_initial_trainers": 1, "INITIAL_BATCH_SIZE": 8, "number_of_inner_steps_between_outers": 8}
