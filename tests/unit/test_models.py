@@ -404,6 +404,14 @@ def test_a_flat_model_consists_of_views_of_two_buffers(make):
     )
 
 
+def test_evaluating_restores_the_mode():
+    working = FlatModel(tiny_llama().train(), CPU)
+    with working.evaluating(torch.zeros_like(working.parameters)):
+        assert not working.module.training
+        assert working.module.lm_head.weight.abs().sum() == 0
+    assert working.module.training
+
+
 # Models on disk
 
 
