@@ -87,10 +87,7 @@ LACKS_TENSORS = "distributed_algo, inner_optimizer, communication_dtype, message
         (["ETA=0.9"], "ETA: was 0.4, now 0.9; that changes how the run trains: --force allows it"),
         (["training_seed=1", "--force"], "training_seed: cannot change in a run that has begun, was 42, got 1"),
         (["ETAA=0.9"], "ETAA: unknown key; did you mean ETA?"),
-        (
-            ["dataset=python_docs", "--force"],
-            "dataset: cannot change in a run that has begun, was text, got python_docs",
-        ),
+        (["dataset=text", "text_files=[README.md]", "--force"], "dataset: cannot change in a run that has begun, was"),
         (["sequence_length=16", "--force"], "the checkpoint is of a run on other data"),
         (["model_config.num_hidden_layers=2", "--force"], "the checkpoint is of a model with"),
         (["communication_dtype=int4", "number_of_outer_steps=9", "--force"], LACKS_TENSORS),
