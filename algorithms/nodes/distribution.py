@@ -93,8 +93,9 @@ def distribute_nodes(
 
     kept: dict[int, list[int]] = {}
     taken: set[int] = set()
+    here = set(nodes)
     for trainer in sorted(trainers, key=lambda trainer: (-requests[trainer], trainer)):
-        kept[trainer] = [node for node in present.get(trainer, ()) if node in nodes and node not in taken]
+        kept[trainer] = [node for node in present.get(trainer, ()) if node in here and node not in taken]
         taken |= set(kept[trainer])
     counts = node_counts(requests, len(nodes), {t: len(own) for t, own in kept.items()}, smallest_batch)
     places = {t: _worker_places(present.get(t, ()), kept[t], count) for t, count in counts.items()}

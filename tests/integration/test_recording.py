@@ -42,6 +42,25 @@ def test_a_repeated_warning_is_logged_once_and_counted(tmp_path, monkeypatch):
     assert (folder / "training_log.log").read_text().count("warning: node 3 failed") == 1
 
 
+def test_warnings_that_differ_in_every_round_do_not_fill_the_summary(tmp_path, monkeypatch):
+    on_round = RunRecorder.on_round
+
+    def with_a_warning(self, run, result):
+        on_round(self, run, result)
+        self.warn(f"round {result.outer_step}: node 3 failed")
+
+    monkeypatch.setattr(RunRecorder, "on_round", with_a_warning)
+    monkeypatch.setattr("training_logs.recording.recorder.MOST_WARNINGS", 2)
+    folder = record_run(tmp_path, number_of_outer_steps=5)
+    counts = [
+        ("round 1: node 3 failed", 1),
+        ("round 2: node 3 failed", 1),
+        ("further warnings, which are in the log", 3),
+    ]
+    assert [(each["message"], each["count"]) for each in summary(folder)["warnings"]] == counts
+    assert (folder / "training_log.log").read_text().count("node 3 failed") == 5
+
+
 # The console
 
 

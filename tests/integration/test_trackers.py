@@ -127,6 +127,15 @@ def test_a_tracker_that_fails_or_hangs_is_a_warning(tmp_path, monkeypatch, sourc
     assert f"python -m training_logs.log_processor {tmp_path} --tracker Slow sends" in warning
 
 
+def test_the_tracker_of_a_long_run_has_more_time(tmp_path, monkeypatch):
+    monkeypatch.setattr(tracker, "_command", lambda *arguments: [sys.executable, "-c", "import sys; sys.stdin.read()"])
+    monkeypatch.setattr(tracker, "_BYTES_PER_SECOND", 1)
+    rounds = tmp_path / "model_training_report" / "training_log.csv"
+    rounds.parent.mkdir()
+    rounds.write_text("1" * 60)
+    assert TrackerProcess("Slow", tmp_path, "online", True).finish(0.0) is None
+
+
 def test_a_tracker_whose_run_folder_is_lost_is_a_warning(tmp_path, monkeypatch):
     monkeypatch.setattr(tracker, "_command", lambda *arguments: [sys.executable, "-c", "raise SystemExit(2)"])
     (tmp_path / "run").mkdir()

@@ -38,6 +38,8 @@ from utils.text import budget_used, counted
 if TYPE_CHECKING:
     from cluster import Cluster
 
+# Different warnings that the summary counts; in a long run a bad node may give one in every round.
+MOST_WARNINGS = 500
 # The round log comes last: a reader finds the steps and exchanges of each of its rounds.
 # Columns are named for tables that may stay without rows.
 TABLES = {
@@ -55,8 +57,7 @@ class RunRecorder(Observer):
         config: the resolved configuration; a copy goes into the folder.
         folder: the run folder, empty, or that of the resumed run.
         kept: log records so far, from start_logging.
-        state: from state_dict, if a run is resumed. Later rows are dropped, and later lines of the log file are moved
-            to `<log>_lost.log`.
+        state: from state_dict, if a run is resumed. Later rows are dropped; the log file goes on.
 
     Raises:
         ConfigError: ClearML has no credentials, and the configuration insists on its server.
@@ -143,6 +144,8 @@ class RunRecorder(Observer):
         if message not in self._logged_warnings:
             self._logged_warnings.add(message)
             logger.warning("warning: %s", message)
+        if message not in self._warnings and len(self._warnings) >= MOST_WARNINGS:
+            message = "further warnings, which are in the log"
         if message not in self._warnings:
             self._warnings[message] = 1
         elif self._rounds_bar is not None:  # a resumed run repeats the warnings of its start

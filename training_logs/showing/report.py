@@ -16,7 +16,7 @@ from utils.config.schema import FIELDS, Config
 from utils.files import write_text_atomically
 from utils.text import budget_used, byte_size
 
-# The most rows of a table; the last ones are shown.
+# The most rows of the table of rounds; the last ones are shown.
 MOST_ROWS = 500
 # Results of lm_eval (EleutherAI's lm-evaluation-harness) in a run folder.
 _EVALUATION_FOLDER = "evaluation"
@@ -76,10 +76,14 @@ def setting(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
-def table(columns: Sequence[str], rows: Sequence[Sequence[Any]], shaded: Sequence[bool] = ()) -> str:
-    """Return an HTML table in a box that scrolls; a long table shows its last rows.
+def table(
+    columns: Sequence[str], rows: Sequence[Sequence[Any]], shaded: Sequence[bool] = (), total: int | None = None
+) -> str:
+    """Return an HTML table in a box that scrolls.
 
-    shaded: for each row, whether it is shaded.
+    Args:
+        shaded: for each row, whether it is shaded.
+        total: number of rows, of which these are the last; None: these are all.
     """
     lines = []
     for place, row in enumerate(rows):
@@ -88,10 +92,10 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[Any]], shaded: Sequenc
         shown = "".join(f"<td{' class=wide' if len(cell) > 40 else ''}>{html.escape(cell)}</td>" for cell in cells)
         lines.append(f"<tr{marked}>{shown}</tr>")
     head = "".join(f"<th>{html.escape(column)}</th>" for column in columns)
-    body = "".join(lines[-MOST_ROWS:])
+    body = "".join(lines)
     note = ""
-    if len(lines) > MOST_ROWS:
-        note = f"<p class=dim>The last {MOST_ROWS} of {len(lines):,} rows; all are in the CSVs.</p>"
+    if total is not None and total > len(lines):
+        note = f"<p class=dim>The last {len(lines)} of {total:,} rows; all are in the CSVs.</p>"
     return f"{note}<div class=scroll><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
 
 
@@ -223,9 +227,9 @@ _ROUND_COLUMNS = {
 
 
 def _rounds(run: RunData) -> str:
-    rows = [[row[column] for column in _ROUND_COLUMNS.values()] for row in run.rounds]
+    rows = [[row[column] for column in _ROUND_COLUMNS.values()] for row in run.rounds[-MOST_ROWS:]]
     names = [run.metric.name if name == "metric" else name for name in _ROUND_COLUMNS]
-    return "<h2>Rounds</h2>" + table(names, rows)
+    return "<h2>Rounds</h2>" + table(names, rows, total=len(run.rounds))
 
 
 def _machine(machine: Mapping[str, Any]) -> str:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from utils.config.schema import ConfigError
-from utils.files import write_json_atomically
+from utils.files import REPORT_FOLDER, write_json_atomically
 
 # The module that reports a folder, and where it is found. Installed, its name begins with adloco.
 _REPORTER = f"{__package__.rpartition('.')[0]}.log_processor"
@@ -28,6 +28,8 @@ _ROOT = Path(__file__).resolve().parents[__name__.count(".")]
 _SEND_SECONDS = 120.0
 # Seconds that the end of a run waits for the last reports.
 WAIT_SECONDS = 30.0
+# Long runs take longer: a second more for so many bytes of the round log.
+_BYTES_PER_SECOND = 200_000
 # The file of a store that keeps the dashboard's id of the run.
 _RUN = "run.json"
 
@@ -126,6 +128,7 @@ class TrackerProcess:
         self._name = name
         option = "" if name == "clearml" else f" --tracker {name}"
         self._again = f"python -m {_REPORTER} {shlex.quote(str(folder))}{option}"
+        self._rounds = folder / REPORT_FOLDER / "training_log.csv"
         self._log = folder / name / f"{name}.log"
         self._log.parent.mkdir(exist_ok=True)
         self._ended: float | None = None
@@ -149,9 +152,12 @@ class TrackerProcess:
         """Wait for the last reports; return a warning if they did not arrive.
 
         seconds: the longest wait since `end`, so that several trackers are waited for together; default: WAIT_SECONDS.
+            Longer for a long run.
         """
         self.end()
         longest = WAIT_SECONDS if seconds is None else seconds
+        with contextlib.suppress(OSError):  # the run folder is lost, or has no rounds
+            longest += self._rounds.stat().st_size / _BYTES_PER_SECOND
         left = max(0.0, longest - (time.monotonic() - self._ended))
         try:
             status = self._process.wait(left)
