@@ -224,10 +224,15 @@ def rounds_ahead(
 
     joining: list[Exchange] = []
     nodes_of = distribution(range(trainers), {})
+    known = None
+    alike: list[Exchange] = []  # the same list in rounds that are alike, as there may be very many
     for number in itertools.count(next_round):
         workers = tuple(map(len, nodes_of.values()))
-        sent = ((count, sizes.round(count, number)) for count in workers)
-        exchanges = [*joining, synchronisation_exchange(sent, sizes.recipients)]
+        bytes_of = {count: sizes.round(count, number) for count in set(workers)}
+        if (workers, bytes_of) != known:
+            known = workers, bytes_of
+            alike = [synchronisation_exchange([(count, bytes_of[count]) for count in workers], sizes.recipients)]
+        exchanges = [*joining, *alike] if joining else alike
         joining = []
         if len(nodes_of) == 1 or number % merge_frequency:
             yield tuple(nodes_of.values()), exchanges
@@ -236,8 +241,7 @@ def rounds_ahead(
         own = nodes_of[representative]
         sent = merge_bytes(own, [nodes_of[other] for other in others], sizes.merge)
         settling = simultaneous(even_exchange(count, sizes.settling(count)) for count in workers[:merge_count])
-        exchanges.append(settling + merge_exchange(len(others), len(own), sent))
-        yield tuple(nodes_of.values()), exchanges
+        yield tuple(nodes_of.values()), [*exchanges, settling + merge_exchange(len(others), len(own), sent)]
         before = {trainer: nodes for trainer, nodes in nodes_of.items() if trainer not in others}
         nodes_of = distribution(before, before)
         new = sum(len(set(nodes_of[trainer]) - set(nodes)) for trainer, nodes in before.items())

@@ -66,9 +66,12 @@ def affordable_rounds(
         payable = UNMEASURED_SHARE * left if computing is None else left
     rounds = 0
     spent = 0.0
-    last_price = 0.0
+    last_price = price = 0.0
+    priced: Sequence[Exchange] = ()
     for nodes_of_trainers, exchanges in ahead:
-        price = sum(budget.cost(exchange) for exchange in exchanges)
+        if exchanges is not priced:  # rounds that are alike have one list
+            price = sum(budget.cost(exchange) for exchange in exchanges)
+            priced = exchanges
         one_trainer = len(nodes_of_trainers) == 1
         if rounds > settled and one_trainer and price == last_price > 0.0:  # all later rounds cost the same
             more = max(0, math.floor((payable - spent) / price + 1e-9))
