@@ -23,3 +23,7 @@ class Registry(UserDict[str, T]):
         if self._check is not None:
             self._check(name, value)
         super().__setitem__(name, value)
+
+    def __ior__(self, other: Mapping[str, T]):
+        self.update(other)
+        return self

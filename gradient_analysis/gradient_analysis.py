@@ -68,7 +68,7 @@ def parse_analysis_config(path: Path, overrides: Sequence[str]) -> AnalysisConfi
         raise ConfigError(f"{path}: the configuration of a run, not of an analysis; config=FILE names it")
     problems: list[str] = []
     for assignment in overrides:
-        override(values, assignment, problems)
+        override(values, assignment, problems, aliases={})
     if problems:
         raise ConfigError(problems)
     try:

@@ -167,8 +167,9 @@ def _lawless(run: RunData) -> str | None:
     for name in (*BUDGETS, "smallest_worker_batch", "node_schedule", "batch_schedule"):
         if config.get(name) is not None:
             return f"{name} sets the batch or the communications of the rounds"
-    if config.get("balance") == "steps":
-        return "workers make fewer inner steps than their rounds have (balance)"
+    for (step, _), rows in run.nodes.items():
+        if step in run.by_round and (rows["inner_steps"] < run.by_round[step]["inner_steps"][0]).any():
+            return "workers make fewer inner steps than their rounds have"
     if config["sampling_method"] == "none":
         return None
     if config["sampling_method"] == "norm_test" and config.get("ETA_at_end") is not None:

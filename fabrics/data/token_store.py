@@ -132,7 +132,7 @@ def open_tokenised(folder: Path) -> TokenisedSet:
         metadata = json.loads((folder / "metadata.json").read_text(encoding="utf-8"))
         parts = {name: _open_part(folder / name, metadata["dtype"]) for name in metadata["parts"]}
         tokenizer = load_tokenizer(str(folder / "tokenizer"), "tokenizer")
-        return TokenisedSet(folder, metadata, tokenizer, parts["train"], parts.get("validation"))
+        return TokenisedSet(folder, metadata, tokenizer, parts["train"], parts["validation"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DatasetError(f"{folder}: no complete tokenised set: {type(error).__name__}: {error}") from None
 

@@ -112,7 +112,7 @@ def _lines(found: "Estimate", config: "Config") -> Iterator[str]:
     yield f"model: {found.parameters:,} parameters, with sequences of {config.sequence_length:,} tokens"
     each = f"nodes_per_gpu {config.nodes_per_gpu}"
     if config.devices_per_node > 1:
-        each = f"of {config.devices_per_node} devices: devices_per_node"
+        each += f", devices_per_node {config.devices_per_node}"
     yield f"devices: {found.devices}, with {counted(found.nodes, 'node')} ({each}), each for one worker"
     yield f"trainers: {found.trainers} at first"
     yield f"memory per device: {byte_size(found.device_bytes)}, with micro-batches of {found.micro_batch:,}"

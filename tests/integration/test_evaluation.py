@@ -41,7 +41,14 @@ def test_results_are_read_as_lm_eval_writes_them(tmp_path):
 
 @pytest.mark.parametrize(
     "content",
-    [[], {"results": 3}, {"results": {"a": [1]}}, {"results": {"\ud800": {"acc,none": 1}}}, {"other": {}}],
+    [
+        [],
+        {"results": 3},
+        {"results": {"a": [1]}},
+        {"results": {"\ud800": {"acc,none": 1}}},
+        {"results": {"a": {"acc,none": 10**400}}},
+        {"other": {}},
+    ],
 )
 def test_a_file_of_another_kind_is_named(tmp_path, content):
     write_results(tmp_path, content)

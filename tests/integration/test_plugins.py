@@ -121,7 +121,11 @@ def test_a_file_is_imported_once_by_whatever_path(write, tmp_path):
 
 def test_a_registered_name_keeps_its_meaning():
     registry = Registry({"a": 1})
-    for add in (lambda: registry.__setitem__("a", 2), lambda: registry.update(b=3, a=2)):
+    for add in (
+        lambda: registry.__setitem__("a", 2),
+        lambda: registry.update(b=3, a=2),
+        lambda: registry.__ior__({"a": 2}),
+    ):
         with pytest.raises(ValueError, match="'a' is registered already"):
             add()
     assert registry == {"a": 1, "b": 3}

@@ -167,6 +167,12 @@ def test_incomplete_shard_groups_are_refused():
         ValueError, match="the shard group of ranks 2 to 3 would lie across machines 0, 1; start a multiple"
     ):
         shard_group_sites(sites(*"abc") + sites("a", machine=1, first=3), 2, 0)
+    for unfit in (
+        sites("a", "a"),
+        [*sites("a"), Site(1, 0, {"cpu": "cpu"}), Site(2, 0, {"cpu": "cpu"}), *sites("b", first=3)],
+    ):
+        with pytest.raises(ValueError, match="devices: with devices_per_node 2 every process needs a GPU of its own"):
+            shard_group_sites(unfit, 2, 0)
 
 
 def test_a_process_of_a_shard_group_has_one_device():

@@ -161,7 +161,6 @@ def test_the_past_of_a_run_is_not_predicted():
     ("values", "why"),
     [
         ({"communication_budget": 50}, "communication_budget"),
-        ({"balance": "steps"}, "balance"),
         ({"smallest_worker_batch": 16}, "smallest_worker_batch"),
         ({"ETA_at_end": 1.0}, "ETA_at_end"),
         ({"node_schedule": [[0, 2], [0.5, 4]]}, "node_schedule"),
@@ -187,6 +186,13 @@ def test_a_run_whose_requests_run_in_part_is_refused():
     fit(run)
     run.rounds["requested_batch"][3] = 33.0
     with pytest.raises(NoLawError, match="switch_mode"):
+        fit(run)
+
+
+def test_a_run_whose_workers_make_unequal_steps_is_refused():
+    run = made_run([16 + index for index in range(20)])
+    run.__dict__["node_rows"] = table_of([{"outer_step": 1, "trainer_id": 0, "inner_steps": made} for made in (20, 10)])
+    with pytest.raises(NoLawError, match="fewer inner steps"):
         fit(run)
 
 

@@ -130,6 +130,10 @@ def test_every_resume_adds_its_own(tmp_path):
     ]
     assert (tmp_path / "changes.patch").read_bytes() == b"first"
     assert (tmp_path / "changes_3.patch").read_bytes() == b"third"
+    # Another resume from the same checkpoint, because the last one was killed before its first.
+    again = entered(tmp_path, Code("c2", True, b"fourth"), 6, state=second.entries)
+    assert (again.entries[-1]["patch"], len(again.entries)) == ("changes_4.patch", 3)
+    assert (tmp_path / "changes_3.patch").read_bytes() == b"third"
 
 
 def test_a_command_with_a_name_that_is_not_utf8_can_be_written(monkeypatch):

@@ -5,6 +5,7 @@ The environment is not recorded: it may hold secrets. Without git, or outside a 
 
 import dataclasses
 import datetime
+import itertools
 import platform
 import shlex
 import subprocess
@@ -159,8 +160,9 @@ class Invocations:
             OSError: the difference cannot be written; the entry is there.
         """
         code = self._origin.code
-        number = len(self.entries) + 1
-        patch = "changes.patch" if number == 1 else f"changes_{number}.patch"
+        numbers = itertools.count(len(self.entries) + 1)
+        names = ("changes.patch" if number == 1 else f"changes_{number}.patch" for number in numbers)
+        patch = next(name for name in names if not (self._folder / name).exists())
         entry = {
             "command": self._origin.command,
             "started": self._origin.started,

@@ -28,12 +28,15 @@ class RunFolderError(ValueError):
     """A folder is not a run folder, or its files are damaged."""
 
 
+_DAMAGE = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError, yaml.YAMLError)
+
+
 @contextlib.contextmanager
 def damage_reported(folder: Path) -> Iterator[None]:
     """Raise a RunFolderError in place of the errors that damaged or foreign files of a run folder cause."""
     try:
         yield
-    except (LookupError, TypeError, ValueError, AttributeError, RecursionError, yaml.YAMLError) as error:
+    except _DAMAGE as error:
         if isinstance(error, RunFolderError):
             raise
         reason = " ".join(f"{type(error).__name__}: {error}".split())

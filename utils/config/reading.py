@@ -252,7 +252,9 @@ def _repaired_model_config(value: Any, warnings: list[str]) -> Any:
     return repaired
 
 
-def override(values: dict[str, Any], assignment: str, problems: list[str]) -> None:
+def override(
+    values: dict[str, Any], assignment: str, problems: list[str], aliases: Mapping[str, str] = ALIASES
+) -> None:
     """Set the value of `key=value`; nested keys have dots."""
     key, separator, text = assignment.partition("=")
     if not separator or not key:
@@ -270,7 +272,7 @@ def override(values: dict[str, Any], assignment: str, problems: list[str]) -> No
         problems.append(f"{key}: YAML needs a space after each colon, got {text}")
         return
     first, *rest = key.split(".")
-    path = [ALIASES.get(first, first), *rest]
+    path = [aliases.get(first, first), *rest]
     if not rest and path[0] in _TEXTS and type(value) in (int, float, datetime.date, datetime.datetime):
         value = text.strip()  # as in a file
     if rest and path[0] == "model_config":

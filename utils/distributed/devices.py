@@ -152,6 +152,9 @@ def shard_group_sites(sites: Sequence[Site], size: int, place: int) -> list[Site
         raise ValueError(
             f"{len(sites)} processes do not make shard groups of devices_per_node {size}; start a multiple of it"
         )
+    every = [(site.machine, identity) for site in sites for identity in site.devices]
+    if any(identity != "cpu" for _, identity in every) and len(set(every)) < len(every):
+        raise ValueError(f"devices: with devices_per_node {size} every process needs a GPU of its own, or all the CPU")
     found = []
     for first in range(0, len(sites), size):
         shard_group = sites[first : first + size]

@@ -64,6 +64,8 @@ class StopRequest:
     def __exit__(self, *exception) -> None:
         if self._before:
             signal.set_wakeup_fd(self._wakeup_before)
+        self._arriving.close()
+        self._arrived.close()
         if self.requested:  # the same signal may come again while the results are written
             return
         for number, handler in self._before.items():
@@ -72,9 +74,9 @@ class StopRequest:
     def arrived(self) -> bool:
         """Return True if a signal came, also while the main thread waits outside Python, where it handles none."""
         numbers = b""
-        with contextlib.suppress(BlockingIOError):
+        with contextlib.suppress(OSError):  # none has come, or the request has ended
             numbers = self._arrived.recv(4096, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-        return any(number in self._before for number in numbers)
+        return self.requested or any(number in self._before for number in numbers)
 
     @property
     def overdue(self) -> bool:
