@@ -25,7 +25,7 @@ def merge_of(requests: Mapping[int, int], chosen: Collection[int]) -> Merge:
 
 
 def worst_with_worst(requests: Mapping[int, int], count: int = 2) -> list[int]:
-    """Merge the `count` trainers with the smallest requests (the paper's policy).
+    """Choose the `count` trainers with the smallest requests (the paper's policy).
 
     count: trainers that become one; all of them if fewer live. Ties go to the smaller id.
     """
@@ -34,7 +34,7 @@ def worst_with_worst(requests: Mapping[int, int], count: int = 2) -> list[int]:
 
 
 def best_with_worst(requests: Mapping[int, int], count: int = 2) -> list[int]:
-    """Merge the trainer with the largest request with the `count - 1` smallest; see `worst_with_worst`."""
+    """Choose the trainer with the largest request and the `count - 1` with the smallest; see `worst_with_worst`."""
     best = min(requests, key=lambda trainer: (-requests[trainer], trainer))
     others = sorted((t for t in requests if t != best), key=lambda trainer: (requests[trainer], trainer))
     return [best, *others[: count - 1]]

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -48,7 +49,6 @@ def test_a_signal_is_seen_while_the_main_thread_waits_outside_python():
         assert stop.requested
     os.close(read)
     assert seen == [(True, False)]
-    assert signal.set_wakeup_fd(-1) == -1
 
 
 def test_nohup_lets_a_run_outlive_its_terminal():
@@ -76,8 +76,12 @@ def test_a_repeated_signal_counts_once_even_after_the_run(capfd):
 
 def test_without_a_signal_the_handlers_are_restored():
     before = signal.getsignal(signal.SIGINT)
+    own, _other = socket.socketpair()
+    own.setblocking(False)
+    signal.set_wakeup_fd(own.fileno())  # as an event loop does
     with StopRequest():
         assert signal.getsignal(signal.SIGINT) != before
+    assert signal.set_wakeup_fd(-1) == own.fileno()
     assert signal.getsignal(signal.SIGINT) is before
 
 

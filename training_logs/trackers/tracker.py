@@ -28,7 +28,7 @@ _ROOT = Path(__file__).resolve().parents[__name__.count(".")]
 _SEND_SECONDS = 120.0
 # Seconds that the end of a run waits for the last reports.
 WAIT_SECONDS = 30.0
-# Long runs take longer: a second more for so many bytes of the round log.
+# Bytes of the round log for which both waits become one second longer.
 _BYTES_PER_SECOND = 200_000
 # The file of a store that keeps the dashboard's id of the run.
 _RUN = "run.json"
