@@ -260,6 +260,8 @@ class BatchControl:
         eta = eta_during(settings.parameters.eta, settings.eta_at_end, progress)
         parameters = dataclasses.replace(settings.parameters, eta=eta)
         answer = self._test(statistics, parameters, effective_batch)
+        if answer is not None and math.isnan(answer):
+            return statistics, f"{settings.test} returned NaN: the requested batch stays as it is"
         if answer is not None and math.isfinite(answer):
             answer = math.ceil(answer)
         self.requested_batch = bounded_request(self.requested_batch, answer, settings.max_batch_growth, largest_request)

@@ -86,13 +86,17 @@ def test_statistics_that_are_not_finite_are_forgotten_with_a_warning(bad):
     assert own.state_dict() == before
 
 
-@pytest.mark.parametrize(("answer", "request_"), [(12.5, 13), (float("inf"), 1000), (None, 4)])
-def test_a_request_is_an_integer(monkeypatch, answer, request_):
+@pytest.mark.parametrize(
+    ("answer", "request_", "problem"),
+    [(12.5, 13, None), (float("inf"), 1000, None), (None, 4, None), (float("nan"), 4, "own returned NaN")],
+)
+def test_a_request_is_an_integer(monkeypatch, answer, request_, problem):
     monkeypatch.setitem(BATCH_TESTS, "own", lambda *seen: answer)
     own = control(test="own")
-    conclude(own, sample(2.0, 1.0))
+    _, warning = conclude(own, sample(2.0, 1.0))
     assert own.requested_batch == request_
     assert isinstance(own.requested_batch, int)
+    assert warning is None if problem is None else problem in warning
 
 
 def test_without_samples_nothing_is_said():
