@@ -147,18 +147,14 @@ NOT_READ_WITH: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     "link": {"time_budget": (None,), "node_speeds": (None,)},
     "switch_multiplier": {"switch_mode": ("only_gradient_accumulation", "only_data_loader")},
     "minimum_learning_rate_ratio": {"learning_rate_schedule": ("constant",)},
-    "ETA": {"objective": ("time",)},
-    "ETA_at_end": {"objective": ("time",)},
-    "max_batch_growth": {"objective": ("time",)},
-    "batch_test_confidence": {"objective": ("time",)},
 }
 
 
 def idle_keys(config: Config) -> list[str]:
     """Return one warning for each changed key that nothing in this run reads.
 
-    Parameters of the batch test and of merging are left out: `sampling_method: none` and one trainer over the demo's
-    file turn them off on purpose. A warning is not an error, as comparisons give the same keys to many methods.
+    Parameters of the batch test and of merging are left out: `sampling_method: none`, `objective: time` and one trainer
+    over the demo's file turn them off on purpose. A warning is not an error, as comparisons give the same keys to many methods.
     Synchronisation methods declare the `outer_keys` that they read, inner optimizers their `keys`.
     """
     default = Config()

@@ -92,10 +92,6 @@ def test_defaults_have_no_warning():
         ),
         ({"link": "1Gb/s"}, ["link"]),
         ({"link": "1Gb/s", "node_speeds": [1, 1, 1, 1]}, []),
-        (
-            {"objective": "time", "time_budget": 9, "node_speeds": [1], "number_of_initial_trainers": 1, "ETA": 1.0},
-            ["ETA"],
-        ),
     ],
 )
 def test_each_key_without_effect_has_one_warning(values, expected):
