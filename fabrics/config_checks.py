@@ -129,19 +129,7 @@ def _sharding_problems(config: Config) -> list[str]:
 # Keys without effect
 
 # Key -> other keys, and their values with which the key is not read. Values that are not listed may read it.
-_TEXT = {"dataset": ("imdb",)}
-_C4 = {"dataset": ("python_docs", "text", "messages", "imdb")}
-_FILES = {"dataset": ("python_docs", "c4", "imdb")}
-_REVIEWS = {"dataset": ("python_docs", "c4", "text", "messages")}
 NOT_READ_WITH: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
-    "val_size": _TEXT,
-    "c4_tokenized_path": _C4,
-    "c4_local_path": _C4,
-    "c4_language": _C4,
-    "text_files": _FILES,
-    "text_documents": {"dataset": ("python_docs", "c4", "imdb", "messages")},
-    "samples_per_class": _REVIEWS,
-    "imdb_local_path": _REVIEWS,
     "data_shares": {"data_split": ("iid",), "data_split_over": ("trainers",)},
     "single_seed": {"need_to_reinit_output_layers": (False,)},
     "link": {"time_budget": (None,), "node_speeds": (None,)},
@@ -154,8 +142,9 @@ def idle_keys(config: Config) -> list[str]:
     """Return one warning for each changed key that nothing in this run reads.
 
     Parameters of the batch test and of merging are left out: `sampling_method: none`, `objective: time` and one trainer
-    over the demo's file turn them off on purpose. A warning is not an error, as comparisons give the same keys to many methods.
-    Synchronisation methods declare the `outer_keys` that they read, inner optimizers their `keys`.
+    over the demo's file turn them off on purpose. A warning is not an error, as comparisons give the same keys to many
+    methods. Synchronisation methods declare the `outer_keys` that they read, inner optimizers and datasets their
+    `keys`.
     """
     default = Config()
     return [
@@ -176,6 +165,10 @@ def _without_effect(config: Config) -> dict[str, str]:
         reasons["project_name"] = "trackers []"
     elif config.trackers == ["clearml"] and config.clearml == "off":
         reasons["project_name"] = "clearml off and trackers ['clearml']"
+    dataset = DATASETS[config.dataset]
+    if dataset.keys is not None:
+        dataset_keys = set().union(*(each.keys or () for each in DATASETS.values()))
+        reasons |= dict.fromkeys(dataset_keys - set(dataset.keys), f"dataset {config.dataset}")
     of_set = config.dataset == "c4" and config.c4_tokenized_path is not None
     if of_set:
         reasons["c4_language"] = "c4_tokenized_path"

@@ -49,12 +49,15 @@ _USUAL_VALIDATION_SHARE = 0.2
 class Dataset:
     """One value of `dataset`: its task, and a loader that may raise ConfigError and DatasetError.
 
-    packed: every example has `sequence_length` tokens.
+    Attributes:
+        packed: every example has `sequence_length` tokens.
+        keys: those that it reads, of the keys that not every dataset reads; None: it may read all.
     """
 
     task: str
     load: Callable[[Config], TaskData]
     packed: bool = False
+    keys: tuple[str, ...] | None = None
 
 
 def task_data(config: Config, documents: TokenisedSet) -> TaskData:
@@ -183,11 +186,13 @@ def _check_registered(name: str, dataset: Dataset) -> None:
 
 DATASETS = Registry(
     {
-        "python_docs": Dataset("causal_lm", load_python_docs, packed=True),
-        "c4": Dataset("causal_lm", load_c4, packed=True),
-        "text": Dataset("causal_lm", load_text, packed=True),
-        "messages": Dataset("causal_lm", load_messages),
-        "imdb": Dataset("classification", load_imdb),
+        "python_docs": Dataset("causal_lm", load_python_docs, packed=True, keys=("val_size",)),
+        "c4": Dataset(
+            "causal_lm", load_c4, packed=True, keys=("val_size", "c4_tokenized_path", "c4_local_path", "c4_language")
+        ),
+        "text": Dataset("causal_lm", load_text, packed=True, keys=("val_size", "text_files", "text_documents")),
+        "messages": Dataset("causal_lm", load_messages, keys=("val_size", "text_files")),
+        "imdb": Dataset("classification", load_imdb, keys=("samples_per_class", "imdb_local_path")),
     },
     _check_registered,
 )
