@@ -148,10 +148,8 @@ def _load(config: AnalysisConfig, training: Config, device: torch.device) -> tup
     count = available if config.sample_size is None else config.sample_size
     if count > available:
         raise ConfigError(f"sample_size: the {config.part} part has {available} examples, got {count}")
-    if count < 2:
-        raise ConfigError(
-            f"sample_size: must be at least 2; the {config.part} part has {counted(available, 'example')}"
-        )
+    if count < 3:
+        raise ConfigError(f"sample_size: a standard error needs 3 examples, got {counted(count, 'example')}")
     if config.batch_size > count:
         raise ConfigError(f"batch_size: must be at most the {count} examples of the sample, got {config.batch_size}")
     try:

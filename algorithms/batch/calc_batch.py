@@ -99,7 +99,7 @@ def inner_product_test(s: GradientStatistics, parameters: BatchTestParameters, b
     """Inner product test (arXiv 1710.11258, eq. 2.6): ceil(Var <g_i, g> / (theta^2 ||g||^4))."""
     z = parameters.confidence
     variance, error = s.inner_product_variance_at(math.inf if parameters.debias else batch)
-    if not s.decisive or math.isnan(variance):
+    if not s.decisive or math.isnan(variance) or (z > 0.0 and math.isinf(error)):
         return None
     # The square root of the ratio has the squared norm itself in the denominator.
     root = math.sqrt(max(variance, 0.0))
@@ -260,6 +260,8 @@ class BatchControl:
         eta = eta_during(settings.parameters.eta, settings.eta_at_end, progress)
         parameters = dataclasses.replace(settings.parameters, eta=eta)
         answer = self._test(statistics, parameters, effective_batch)
+        if answer is None and settings.test in NEED_INNER_PRODUCTS:
+            return statistics, f"too few samples for {settings.test}: the requested batch stays as it is"
         if answer is not None and math.isnan(answer):
             return statistics, f"{settings.test} returned NaN: the requested batch stays as it is"
         if answer is not None and math.isfinite(answer):

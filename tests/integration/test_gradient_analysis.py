@@ -286,6 +286,7 @@ def test_a_loss_that_is_not_a_number_is_refused_and_nothing_is_written(tmp_path,
         (["model=tests"], "model: must be a model folder or a run folder"),
         (["config=none.yaml"], "none.yaml: cannot read the configuration"),
         (["config=FILE", "sample_size=1000000"], "sample_size: the train part has"),
+        (["config=FILE", "sample_size=2"], "sample_size: a standard error needs 3 examples, got 2 examples"),
         (["sample_size=0"], "sample_size: should be greater than or equal to 2, got 0"),
         (
             ["config=FILE", "sample_size=8", "batch_size=9"],

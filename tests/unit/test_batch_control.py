@@ -99,6 +99,18 @@ def test_a_request_is_an_integer(monkeypatch, answer, request_, problem):
     assert warning is None if problem is None else problem in warning
 
 
+@pytest.mark.parametrize("smoothing", [0.0, 0.9])
+def test_a_test_of_inner_products_without_enough_samples_is_warned_of(smoothing):
+    """With z > 0 the error of their variance needs more samples than one."""
+    own = control(test="inner_product_test", smoothing=smoothing, confidence=0.0)
+    _, warning = conclude(own, dataclasses.replace(sample(2.0, 1.0), inner_product_variance=float("nan")))
+    assert "too few samples for inner_product_test" in warning
+    own = control(test="inner_product_test", smoothing=smoothing)
+    _, warning = conclude(own, dataclasses.replace(sample(2.0, 1.0), inner_product_variance=6.0, overlap=4.0))
+    assert "too few samples for inner_product_test" in warning
+    assert own.requested_batch == 4
+
+
 def test_without_samples_nothing_is_said():
     own = control()
     assert conclude(own) == (None, None)
