@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from algorithms.schedule.controller import (
+    LEAST_LONE_ROUNDS,
     LEAST_ROUNDS,
     MEASURED_NOISE,
     METHOD_APART,
@@ -34,12 +35,15 @@ if TYPE_CHECKING:
 def with_best_method(config: Config, model: FlatModel, nodes: Sequence[Node], examples: int) -> Config:
     """Return the configuration with the method that is worth more for its link; examples: of the training data.
 
-    A method that does not support `communication_dtype` has float32.
+    One worker is worth the same with both: the number of its rounds decides whether it makes outer steps. A method that
+    does not support `communication_dtype` has float32.
     """
 
-    def worth(candidate: Config) -> float:
+    def worth(candidate: Config) -> tuple[float, bool]:
         situation = _situation(candidate, model, nodes, config.max_requested_batch or examples)
-        return remaining_worth(situation, next_plan(situation))
+        plan = next_plan(situation)
+        lone_rounds = situation.seconds_left * situation.speeds[0] / (plan.batch * plan.inner_steps)
+        return remaining_worth(situation, plan), situation.synchronous == (lone_rounds < LEAST_LONE_ROUNDS)
 
     candidates = []
     for name in (METHOD_APART, METHOD_TOGETHER):

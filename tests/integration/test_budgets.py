@@ -334,9 +334,17 @@ def test_a_run_that_makes_the_most_of_its_time_leaves_nodes_idle_on_a_slow_link(
     assert {len(result.reports[0].workers) for result in recorder.rounds} == {1}
     assert cluster.counters.communications == cluster.counters.bytes_redistributed == 0
     assert 400.0 <= cluster.counters.simulated_seconds < 404.0  # steps of 8 examples
+    # 33 rounds are too few for outer steps.
     assert recorder.notes == [
-        "objective time: from round 1 on DiLoCo, 1 worker, a batch of 8, 3 inner steps; measured noise scale: none yet"
+        "objective time: from round 1 on Synchronous, 1 worker, a batch of 8, 3 inner steps; measured noise scale: none "
+        "yet"
     ]
+
+
+@pytest.mark.parametrize(("seconds", "method"), [(1199.0, "Synchronous"), (1200.0, "DiLoCo")])
+def test_one_worker_makes_outer_steps_if_it_has_a_hundred_rounds(seconds, method):
+    """A round of 3 steps of 8 examples takes 12 s."""
+    assert planned(link="1b/s", time_budget=seconds).config.distributed_algo == method
 
 
 def test_a_run_that_makes_the_most_of_its_time_is_synchronous_on_a_fast_link(tmp_path):
@@ -409,7 +417,7 @@ def test_a_resumed_run_equals_the_uninterrupted_run(name, tmp_path):
 
 
 def test_a_resumed_run_cannot_change_to_a_method_with_other_tensors():
-    slow, fast = planned(link="1b/s"), planned(link="100Gb/s")
+    slow, fast = (planned(link=link, time_budget=1200.0) for link in ("1b/s", "100Gb/s"))
     slow.run_round(Recorder())
     with pytest.raises(ConfigError, match=r"the run has no step, .* as Synchronous \(objective: time chooses it now\)"):
         resumed(slow, fast)
