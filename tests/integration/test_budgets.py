@@ -335,10 +335,8 @@ def test_a_run_that_makes_the_most_of_its_time_leaves_nodes_idle_on_a_slow_link(
     assert cluster.counters.communications == cluster.counters.bytes_redistributed == 0
     assert 400.0 <= cluster.counters.simulated_seconds < 404.0  # steps of 8 examples
     # 33 rounds are too few for outer steps.
-    assert recorder.notes == [
-        "objective time: from round 1 on Synchronous, 1 worker, a batch of 8, 3 inner steps; measured noise scale: none "
-        "yet"
-    ]
+    plan = "objective time: from round 1 on Synchronous, 1 worker, a batch of 8, 3 inner steps"
+    assert recorder.notes == [f"{plan}; measured noise scale: none yet"]
 
 
 @pytest.mark.parametrize(("seconds", "method"), [(1199.0, "Synchronous"), (1200.0, "DiLoCo")])
