@@ -49,9 +49,12 @@ def recorded_outcomes(raw: Mapping[str, Any], spec: ComparisonSpec) -> dict[str,
     before = ComparisonSpec.model_validate(raw["comparison"], extra="ignore")
     if (before.hardware, before.networks) != (spec.hardware, spec.networks):
         return {}
-    if before.base != DEFAULT_BASE:  # the file may have changed
-        return {entry["id"]: entry for entry in raw["outcomes"]}
-    return {make_run(before, before.method(entry["method"]), entry["seed"]).id: entry for entry in raw["outcomes"]}
+    found = {}
+    for entry in raw["outcomes"]:
+        run = make_run(before, before.method(entry["method"]), entry["seed"])
+        files = before.base != DEFAULT_BASE or "plugins" in run.settings  # which may have changed
+        found[entry["id"] if files else run.id] = entry
+    return found
 
 
 def carry_out(path: Path, runner: Runner | None, folder: Path) -> dict[str, Any]:

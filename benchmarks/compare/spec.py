@@ -81,7 +81,8 @@ class Run:
     def id(self) -> str:
         """Digest of everything that the comparison file says about this run.
 
-        Keys that the configuration no longer has are ignored, so that removing a key keeps recorded outcomes valid.
+        With the content of its plugins. Keys that the configuration no longer has are ignored, so that removing a key
+        keeps recorded outcomes valid.
         """
         known = {}
         for key, value in self.settings.items():
@@ -90,10 +91,15 @@ class Run:
             if name in FIELDS:
                 known[".".join([name, *rest])] = value
         base: Any = self.base
+        plugins = self.settings.get("plugins")
         if base != DEFAULT_BASE:  # the defaults may change; a base of the user's own is what is compared
-            base = [base, read_mapping(ROOT / base)]
-        # The 1.0 was the share of the tokens; it stays, so that recorded ids do.
-        text = json.dumps([base, known, 1.0], sort_keys=True, default=str)
+            values = read_mapping(ROOT / base)
+            base = [base, values]
+            plugins = plugins or values.get("plugins")
+        content = [base, known, 1.0]  # the 1.0 was the share of the tokens; it stays, so that recorded ids do
+        if plugins:
+            content.append([hashlib.sha256((ROOT / plugin).read_bytes()).hexdigest() for plugin in plugins])
+        text = json.dumps(content, sort_keys=True, default=str)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def config(self) -> Config:

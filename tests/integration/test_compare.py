@@ -122,6 +122,21 @@ def test_an_edited_base_of_ones_own_makes_all_runs_again(tmp_path):
     assert not recorded_outcomes(recorded, comparison).keys() & {run.id for run in comparison.runs()}
 
 
+def test_an_edited_plugin_makes_its_runs_again(tmp_path):
+    plugin = tmp_path / "plugin.py"
+    plugin.write_text("")
+    own = {"name": "own", "overrides": {"plugins": [str(plugin)]}}
+    comparison = load_spec(small_comparison(tmp_path, seeds=[1], methods=[{"name": "AdLoCo", "overrides": {}}, own]))
+    ids = {run.method: run.id for run in comparison.runs()}
+    outcomes = [{"method": name, "seed": 1, "completed": True, "id": id} for name, id in ids.items()]
+    recorded = {"comparison": comparison.model_dump(mode="json"), "outcomes": outcomes}
+    plugin.write_text("# edited")
+    runs = {run.method: run.id for run in comparison.runs()}
+    assert runs["AdLoCo"] == ids["AdLoCo"]
+    assert runs["own"] != ids["own"]
+    assert recorded_outcomes(recorded, comparison).keys() == set(ids.values())
+
+
 def test_recorded_outcomes_survive_removed_and_renamed_keys(tmp_path):
     comparison = load_spec(small_comparison(tmp_path))
     old = small_results(comparison)
