@@ -8,6 +8,7 @@ import copy
 import os
 import re
 import sys
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -201,6 +202,14 @@ class Worker:
             raise ValueError(f"scaler: must be a torch.amp.GradScaler or None, got {scaler!r}")
         self._connect()
         self._optimizer = optimizer
+        own = weakref.ref(self)
+
+        def refuse(*_: Any) -> None:
+            worker = own()
+            if worker is not None and not worker._failed:
+                raise RuntimeError("optimizer.step: Worker.step makes it; leave it out of the loop")
+
+        optimizer.register_step_pre_hook(refuse)
         self._scaler = scaler
         trainable = next(parameter for parameter in model.parameters() if parameter.requires_grad)
         self._model = FlatModel(model, trainable.device)
@@ -432,7 +441,7 @@ class Worker:
         if current is None or not current.ready:
             raise RuntimeError("step: read micro_batches to its end, and call backward for every micro-batch")
         self._rebind_gradients()
-        self._failed = True  # until all has succeeded
+        self._failed = True  # until all has succeeded; meanwhile the optimizer may make its step
         if not self._method.capabilities.exchanges_gradients:
             self._update()
         current.ready = False
@@ -629,6 +638,8 @@ class Worker:
             "optimizer": self._optimizer.state_dict(),
             "scaler": None if self._scaler is None else self._scaler.state_dict(),
             **self._identity(),
+            "worker_index": self.index,
+            "workers": self.workers,
             "values": dict(self._values),
             "batch": self._control.state_dict(),
             "examples": self._examples,
@@ -654,12 +665,17 @@ class Worker:
         All workers call this together.
 
         Raises:
-            ValueError: the state is of another model, optimizer, method or seed, or the workers' rounds differ.
+            ValueError: the state is of another model, optimizer, method, seed or worker, or the workers' rounds differ.
         """
         for name, value in self._identity().items():
             if state.get(name) != value:
                 differ = "" if name == "model" else f" {value}, got {state.get(name)}"
                 raise ValueError(f"load_state_dict: the state must be of a worker with the same {name}{differ}")
+        if state["worker_index"] != self.index < state["workers"]:
+            raise ValueError(
+                f"load_state_dict: the state must be that of worker {self.index}, got that of {state['worker_index']}; "
+                f"save one state per process"
+            )
         self._agree("state", [state[name] for name in ("counts", "values", "batch", "examples", "position")])
         self._round = None
         for kind, tensors in self._tensors().items():

@@ -180,6 +180,7 @@ def test_one_worker_is_plain_training(autocast):
     """One worker equals a plain loop with a schedule of PyTorch, also in bfloat16."""
     loop = Regression(batch=4, inner_steps=1000)
     plain = Regression(batch=4)
+    plain.optimizer = torch.optim.AdamW(plain.model.parameters(), lr=1e-2)
     rates = [torch.optim.lr_scheduler.ExponentialLR(each.optimizer, 0.9) for each in (loop, plain)]
     order = []
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
@@ -397,6 +398,10 @@ ANOTHER_STATE = "load_state_dict: the state must be of a worker with the same"
         # Also if its parameters are as many, in another order.
         ({"model": [["0.weight", [8, 4]]]}, f"{ANOTHER_STATE} model"),
         (
+            {"worker_index": 1, "workers": 2},
+            "load_state_dict: the state must be that of worker 0, got that of 1; save one state per process",
+        ),
+        (
             {"optimizer": {"state": {}, "param_groups": []}},
             "loaded state dict has a different number of parameter groups",
         ),
@@ -587,6 +592,8 @@ def test_a_loop_in_the_wrong_order_is_an_error():
     with pytest.raises(ValueError, match=r"^micro_batches: examples must be a positive integer, got 2.5"):
         next(Regression().worker.micro_batches(2.5))
     assert len(next(Regression(batch=4).worker.micro_batches(np.int64(96)))) == 4
+    with pytest.raises(RuntimeError, match=r"^optimizer.step: Worker.step makes it; leave it out of the loop"):
+        loop.optimizer.step()
     moved = Regression()
     moved.model.double().float()
     with pytest.raises(RuntimeError, match=r"^micro_batches: the parameters have moved"):
