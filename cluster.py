@@ -336,7 +336,7 @@ class Cluster:
         """Merge the trainers that the policy picks into their representative; communications and bytes are counted."""
         policy = self.config.merging_policy
         chosen = MERGE_POLICIES[policy](self._requests, self.config.merge_count)
-        if len(set(chosen)) < 2 or not set(chosen) <= self.trainers.keys():
+        if not isinstance(chosen, Collection) or len(set(chosen)) < 2 or not set(chosen) <= self.trainers.keys():
             raise TrainingError(f"merging_policy: {policy} chooses {chosen}, which must be two or more of the trainers")
         merge = merge_of(self._requests, set(chosen))
         others = [self.trainers.pop(number) for number in merge.weights if number != merge.representative]

@@ -8,6 +8,7 @@ order, so a method may branch on nothing that only some of them know.
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
@@ -31,13 +32,17 @@ class LocalWorker:
             start. With shared parameters it is the trainer's tensor, on the trainer's device. With a replica it is
             `parameters` itself.
         gradient: of the inner step, flat [n], if the method exchanges gradients.
+        state: its tensors by name, which change in place: `worker_state`, and those of common code.
     """
 
     index: int
     parameters: torch.Tensor
     start: torch.Tensor
     gradient: torch.Tensor | None
-    state: dict[str, torch.Tensor]
+    state: Mapping[str, torch.Tensor]
+
+    def __post_init__(self):
+        self.state = MappingProxyType(self.state)  # a tensor that no checkpoint has must not be added
 
     def to_device(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor of the trainer on this worker's device."""
@@ -108,7 +113,8 @@ class Group:
         events: receives every exchange of more than one worker.
 
     Attributes:
-        shared: the trainer's tensors by name, flat [n], among them "parameters"; the same in every process.
+        shared: the trainer's tensors by name, flat [n], which change in place: "parameters" and the method's `state`;
+            the same in every process.
         values: plain numbers that the method keeps, by name; the same in every process.
         weights: the weight of each worker in a mean, by number; 0 if it rests. They sum to 1.
         local_workers: the workers of this process that take part and are well, in order.
@@ -120,7 +126,7 @@ class Group:
     def __init__(
         self,
         workers: Any,
-        shared: dict[str, torch.Tensor],
+        shared: Mapping[str, torch.Tensor],
         values: dict[str, float],
         weights: Sequence[float],
         clock: Clock,
@@ -128,7 +134,7 @@ class Group:
         outer: Outer,
         events: list[Event],
     ):
-        self.shared = shared
+        self.shared = MappingProxyType(shared)  # as the state of a worker
         self.values = values
         self.weights = weights
         self.local_workers: list[LocalWorker] = []
@@ -249,7 +255,17 @@ class Group:
         by = None if senders is None else tuple(sorted(sending))
         event = Event("synchronisation", self.clock.step, sent, received, 0, through, by)
         accumulator = self._workers.messages(size, recipients)
-        return WorkerMessages(accumulator, event, self._events, encoding, tensors, like)
+        message = torch.empty(size, dtype=torch.uint8, device="meta")
+        return WorkerMessages(accumulator, event, self._events, encoding, tensors, like, message)
+
+
+def _check_message(message: torch.Tensor, like: torch.Tensor) -> None:
+    """Raise ValueError for a message of another size or type, which other processes would misread."""
+    if message.numel() != like.numel() or message.dtype != like.dtype:
+        raise ValueError(
+            f"the method's message must have {like.numel()} elements of {like.dtype}, got {message.numel()} of "
+            f"{message.dtype}"
+        )
 
 
 @dataclass
@@ -267,6 +283,7 @@ class WorkerMean:
         """Add the tensor of the next worker of this process; it may be overwritten."""
         if self._accumulator is None:
             return
+        _check_message(tensor, self._like)
         error = worker.state.get(ERROR) if self._event.kind == "synchronisation" else None
         if error is not None:  # error feedback, arXiv 1901.09847
             tensor.add_(read_part(error, self._part))
@@ -298,11 +315,15 @@ class WorkerMessages:
     _encoding: Encoding
     _tensors: int
     _like: torch.Tensor
+    _bytes: torch.Tensor
 
     def add(self, worker: LocalWorker, message: torch.Tensor | Sequence[torch.Tensor]) -> None:
         """Add the message, or the tensors, of the next worker of this process."""
         if self._tensors:
+            for tensor in message:
+                _check_message(tensor, self._like)
             message = torch.cat([self._encoding.encode(tensor).flatten() for tensor in message])
+        _check_message(message, self._bytes)
         self._accumulator.add(worker.index, message)
 
     def result(self) -> dict[int, Any]:

@@ -135,15 +135,15 @@ class Method:
 
     def message(self, worker: "LocalWorker", group: "Group") -> Any:
         """Return a worker's contribution at this stop, which is added to `incoming`."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} needs `message`")
 
     def apply(self, group: "Group", result: Any) -> None:
         """Change the shared parameters, state and values in place, from the result of `incoming`, never empty."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} needs `apply`")
 
     def exchange(self, group: "Group") -> None:
         """Come together at a stop, for methods with replicas, whose workers have all arrived."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} needs `exchange`")
 
     def settle(self, group: "Group") -> None:
         """Apply to the shared parameters what the workers have learned and not sent yet.

@@ -252,7 +252,7 @@ def test_after_a_merge_the_outer_step_moves_the_merged_parameters():
     torch.testing.assert_close(trainer.parameters, merged - 0.7 * 0.81 * velocity, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("chosen", [[0, 7], [0, 0]])
+@pytest.mark.parametrize("chosen", [[0, 7], [0, 0], None])
 def test_a_policy_that_chooses_no_two_trainers_is_an_error(monkeypatch, chosen):
     monkeypatch.setitem(MERGE_POLICIES, "own", lambda requests, count: chosen)
     cluster = light_cluster(number_of_initial_trainers=2, merge_frequency=1, merging_policy="own")

@@ -15,6 +15,7 @@ from algorithms.flat import Block, layer_fragments, random_elements, random_posi
 from algorithms.synchronisation import METHODS, noloco
 from algorithms.synchronisation.diloco import nesterov_step
 from algorithms.synchronisation.fda import variance_estimate
+from algorithms.synchronisation.method import Method
 from fabrics.config_checks import CHECKS
 from fabrics.training import inner_loop
 from fabrics.training.method_config import method_of
@@ -46,6 +47,45 @@ def test_the_page_of_methods_agrees_with_the_code(name):
     assert len(lines.splitlines()) == 3
     config, warnings = parse_config({"max_tokens": 1} | yaml.safe_load(lines), (), CHECKS)
     assert (config.distributed_algo, warnings) == (name, [])
+
+
+class Wrong(Method):
+    """A method with one mistake."""
+
+    mistake: str = "none"
+
+    def incoming(self, group):
+        return {"tensors": group.messages(tensors=2), "bytes": group.messages(8)}.get(self.mistake) or group.mean()
+
+    def message(self, worker, group):
+        if self.mistake == "worker":
+            worker.state["new"] = worker.start.clone()
+        shorter = worker.parameters[1:]
+        messages = {"short": shorter, "tensors": [worker.parameters, shorter], "bytes": torch.zeros(8)}
+        return messages.get(self.mistake, worker.parameters)
+
+    def apply(self, group, result):
+        group.shared["new"] = result
+
+
+@pytest.mark.parametrize(
+    ("mistake", "problem"),
+    [
+        ("short", "must have {n} elements of torch.float64, got {n_1} of torch.float64"),
+        ("tensors", "must have {n} elements of torch.float64, got {n_1} of torch.float64"),
+        ("bytes", "must have 8 elements of torch.uint8, got 8 of torch.float32"),
+        ("worker", "'mappingproxy' object does not support item assignment"),
+        ("shared", "'mappingproxy' object does not support item assignment"),
+    ],
+)
+def test_messages_of_another_size_and_tensors_that_are_not_declared_are_errors(monkeypatch, mistake, problem):
+    """Other processes would misread the first; no checkpoint would have the second."""
+    monkeypatch.setattr(Wrong, "mistake", mistake)
+    monkeypatch.setitem(METHODS, "Wrong", Wrong)
+    trainer = trainer_of(2, distributed_algo="Wrong")
+    n = trainer.worker_group.parameter_count
+    with pytest.raises((ValueError, TypeError), match=re.escape(problem.format(n=n, n_1=n - 1))):
+        train(trainer, 1)
 
 
 # The outer step of DiLoCo
