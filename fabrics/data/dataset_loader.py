@@ -106,7 +106,8 @@ def task_data(config: Config, documents: TokenisedSet) -> TaskData:
             f"{config.max_tokens:,}",
             passes,
         )
-    if len(data.validation) > _USUAL_VALIDATION_SHARE * (len(data.train) + len(data.validation)):
+    held_out, rest = (int(part.lengths.sum()) for part in (validation, train))
+    if held_out > _USUAL_VALIDATION_SHARE * (held_out + rest):
         logger.info(
             "val_size: much of the text is for validation; a smaller val_size leaves more for training, "
             "and so do smaller documents (with dataset text: text_documents blank_lines)"

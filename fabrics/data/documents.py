@@ -289,6 +289,7 @@ def _chosen(documents: Documents, held_out: Set[int], skipped: Skipped) -> Itera
             yield document
             if not missing:
                 return
+    raise DatasetError("the documents have changed while they were read")
 
 
 def _too_few_for_training(found: int, held_out: int, wanted: int | None) -> str:

@@ -4,6 +4,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -19,6 +20,8 @@ END_OF_TEXT = "<|endoftext|>"
 
 # A vocabulary of tens of thousands is learned from this much; more only costs memory.
 TRAINING_CHARACTERS = 20_000_000
+# Training takes time with the square of the longest word, such as a line of DNA: it sees longer ones in pieces.
+LONGEST_WORD = 1000
 
 
 def _byte_level_bpe(documents: Sequence[str], vocab_size: int) -> tuple[Tokenizer, dict[str, str]]:
@@ -65,6 +68,14 @@ def _word_piece(documents: Sequence[str], vocab_size: int) -> tuple[Tokenizer, d
 TRAINERS = {"causal_lm": _byte_level_bpe, "classification": _word_piece}
 
 
+def with_short_words(text: str) -> str:
+    """Divide words of more than LONGEST_WORD characters by line breaks, and shorten longer blanks."""
+    if len(text) <= LONGEST_WORD:
+        return text
+    text = re.sub(rf"(\S{{{LONGEST_WORD}}})(?=\S)", r"\1\n", text)
+    return re.sub(rf"(\s{{{LONGEST_WORD}}})\s+", r"\1", text)
+
+
 def train_tokenizer(documents: Iterable[str], vocab_size: int, task: str = "causal_lm") -> PreTrainedTokenizerFast:
     """Train a tokenizer on the first TRAINING_CHARACTERS of `documents`: byte-level BPE, or WordPiece for BERT.
 
@@ -73,7 +84,7 @@ def train_tokenizer(documents: Iterable[str], vocab_size: int, task: str = "caus
     beginning = []
     characters = 0
     for document in documents:
-        beginning.append(document)
+        beginning.append(with_short_words(document))
         characters += len(document)
         if characters >= TRAINING_CHARACTERS:
             break

@@ -72,7 +72,9 @@ def test_more_than_four_passes_over_the_data_are_logged(make, caplog, passes, li
 
 
 @pytest.mark.parametrize(("val_size", "told"), [(20, 0), (150, 1)])
-def test_a_large_validation_part_is_told(make, caplog, val_size, told):
+def test_a_large_validation_part_is_told(make, caplog, val_size, told, monkeypatch):
+    """However little of it is evaluated."""
+    monkeypatch.setattr(dataset_loader, "MOST_VALIDATION_SEQUENCES", 1)
     with caplog.at_level("INFO"):
         load_data(make(data_sample_size=300, val_size=val_size))
     assert sum("much of the text is for validation" in line for line in caplog.messages) == told

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fabrics.data.documents import Document, Skipped, Source, document_hash, split
+from fabrics.data.documents import DatasetError, Document, Skipped, Source, document_hash, split
 from utils.config.schema import ConfigError
 
 TEXTS = [f"document {index} of some" for index in range(100)]
@@ -31,6 +31,15 @@ def test_documents_are_held_out_by_the_hash_of_their_text():
     # The order of the source stays, and does not matter to what is held out.
     assert train == [text for text in TEXTS if text in set(train)]
     assert set(texts_of(split(source(TEXTS[::-1]), None, 10))[1]) == set(validation)
+
+
+@pytest.mark.parametrize("val_size", [None, 10])
+def test_documents_that_change_between_the_passes_are_an_error(val_size):
+    texts = list(TEXTS)
+    _, validation = split(source(texts), None, val_size)
+    texts.remove(min(texts, key=document_hash))
+    with pytest.raises(DatasetError, match=r"^the documents have changed while they were read$"):
+        list(validation(Skipped()))
 
 
 @pytest.mark.parametrize(

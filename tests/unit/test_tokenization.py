@@ -15,6 +15,7 @@ from fabrics.data.tokenization import (
     named_tokenizer,
     padding,
     train_tokenizer,
+    with_short_words,
 )
 from tests.support.helpers import make_config
 from utils.config.schema import ConfigError
@@ -30,6 +31,16 @@ def test_byte_level_bpe_gives_every_text_back():
         assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
     assert tokenizer.eos_token == END_OF_TEXT
     assert end_of_text(tokenizer) == padding(tokenizer) == tokenizer.eos_token_id
+
+
+def test_training_sees_no_long_word(monkeypatch):
+    monkeypatch.setattr(tokenization, "LONGEST_WORD", 5)
+    text = "a few short words\n" + "ACGT" * 4 + " \t" * 9 + "end"
+    assert with_short_words(text) == "a few short words\nACGTA\nCGTAC\nGTACG\nT \t \t end"
+    assert with_short_words("12345") == "12345"
+    tokenizer = train_tokenizer([text * 9], 400)
+    assert max(len(token) for token in tokenizer.get_vocab() if set(token) <= set("ACGT")) == 5
+    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
 
 
 def test_word_piece_is_berts():
