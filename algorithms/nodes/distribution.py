@@ -91,12 +91,12 @@ def distribute_nodes(
     if len(trainers) >= len(nodes):
         return _nodes_in_turn(trainers, nodes, present)
 
-    kept: dict[int, list[int]] = {}
+    kept: dict[int, set[int]] = {}
     taken: set[int] = set()
     here = set(nodes)
     for trainer in sorted(trainers, key=lambda trainer: (-requests[trainer], trainer)):
-        kept[trainer] = [node for node in present.get(trainer, ()) if node in here and node not in taken]
-        taken |= set(kept[trainer])
+        kept[trainer] = {node for node in present.get(trainer, ()) if node in here and node not in taken}
+        taken |= kept[trainer]
     counts = node_counts(requests, len(nodes), {t: len(own) for t, own in kept.items()}, smallest_batch)
     places = {t: _worker_places(present.get(t, ()), kept[t], count) for t, count in counts.items()}
 
@@ -142,8 +142,9 @@ def _worker_places(present: Sequence[int], staying: Collection[int], count: int)
 
 
 def _fill(places: list[int | None], nodes: Sequence[int]) -> None:
-    for node in nodes[: places.count(None)]:
-        places[places.index(None)] = node
+    empty = [place for place, node in enumerate(places) if node is None]
+    for place, node in zip(empty, nodes, strict=False):
+        places[place] = node
 
 
 # State that moves
@@ -187,7 +188,7 @@ def hand_overs(old: Sequence[int], new: Sequence[int], lost: frozenset[int]) -> 
         return []
     found: dict[tuple[int, bool], HandOver] = {}
     for worker, node in enumerate(new):
-        stays = worker in healthy
+        stays = worker < len(old) and worker not in lost
         if stays and old[worker] == node:
             continue
         source = worker if stays else healthy[0]

@@ -5,6 +5,7 @@ data on any number of processes. Orders are drawn only where they are read.
 """
 
 import functools
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -226,11 +227,14 @@ def next_of_several(positions: Sequence[int], sizes: Sequence[int], count: int) 
     The walk that has progressed least, in epochs, comes next: walks with equal progress are read once each in an
     epoch of all, and one that is behind catches up first.
     """
-    each = np.arange(count)
-    epochs = np.concatenate([(at + each + 1) / size for at, size in zip(positions, sizes, strict=True)])
+    # No walk passes the progress of all by more than an example for each walk.
+    progress = (sum(positions) + count) / sum(sizes)
+    most = [math.ceil(progress * size - at) + len(sizes) for at, size in zip(positions, sizes, strict=True)]
+    ahead = [np.arange(at, at + min(max(own, 0), count)) for at, own in zip(positions, most, strict=True)]
+    epochs = np.concatenate([(own + 1) / size for own, size in zip(ahead, sizes, strict=True)])
     chosen = np.argsort(epochs, kind="stable")[:count]
-    which = chosen // count
-    return which, np.asarray(positions)[which] + chosen % count
+    which = np.repeat(np.arange(len(sizes)), [len(own) for own in ahead])
+    return which[chosen], np.concatenate(ahead)[chosen]
 
 
 class DataCursor:
@@ -267,13 +271,13 @@ class DataCursor:
 
     def readings(self, workers: int) -> list[Reading]:
         """Return where the workers read; workers with the same walks read together."""
-        readers = self._readers(workers)
-        found = []
-        for numbers in dict.fromkeys(readers):
-            together = tuple(worker for worker, own in enumerate(readers) if own == numbers)
-            size = sum(self._walks[number].size for number in numbers)
-            found.append(Reading(self._places(numbers), together, size))
-        return found
+        together: dict[tuple[int, ...], list[int]] = {}
+        for worker, numbers in enumerate(self._readers(workers)):
+            together.setdefault(numbers, []).append(worker)
+        return [
+            Reading(self._places(numbers), tuple(own), sum(self._walks[number].size for number in numbers))
+            for numbers, own in together.items()
+        ]
 
     def _next(self, numbers: Sequence[int], count: int) -> tuple[np.ndarray, np.ndarray]:
         positions = [self.positions[number] for number in numbers]

@@ -61,6 +61,18 @@ def test_the_share_with_the_least_progress_comes_next():
     assert next_of_several([0, 4], [2, 4], 4)[0].tolist() == [0, 0, 1, 0]
 
 
+@given(st.lists(st.tuples(st.integers(0, 50), st.integers(1, 30)), min_size=1, max_size=6), st.integers(1, 60))
+def test_shares_are_read_in_the_order_of_their_progress(walks, count):
+    """Against a search for every example."""
+    positions = [position for position, _ in walks]
+    sizes = [size for _, size in walks]
+    which, places = next_of_several(positions, sizes, count)
+    for share, place in zip(which.tolist(), places.tolist(), strict=True):
+        assert share == min(range(len(walks)), key=lambda walk: ((positions[walk] + 1) / sizes[walk], walk))
+        assert place == positions[share]
+        positions[share] += 1
+
+
 def test_the_order_is_numpys_for_seed_share_and_epoch():
     cursor = DataCursor(Shares(5, (3, 6)), [1], True)
     for epoch in (0, 1):
