@@ -25,7 +25,8 @@ from benchmarks.compare.accounting import gradient_bytes
 PARAMETERS = 125_248
 BATCHES = (16, 64)
 SMALLEST_SHARE = {"one worker": 1, "synchronous": 4, "DiLoCo": 8}
-MOST_WORKERS = 4
+LARGEST_SHARE = 16  # where that is more than the largest batch
+MOST_WORKERS = 8
 # Inner steps of a round whose length costs nothing.
 FREE_STEPS = 100
 
@@ -45,7 +46,7 @@ def situations(options: argparse.Namespace, link: Link) -> dict[str, Situation]:
             noise_scale=options.noise_scale,
             smallest_batch=BATCHES[0],
             smallest_share=smallest_share,
-            largest_batch=BATCHES[1],
+            largest_batch=max(BATCHES[1], LARGEST_SHARE * workers),
             free_steps=FREE_STEPS,
             synchronous=kind == "synchronous",
         )

@@ -38,11 +38,11 @@ def planned(capsys, **given) -> list[str]:
 
 
 def test_plans_that_are_worth_nothing_and_idle_nodes_are_named(capsys):
-    assert planned(capsys, seconds=0.001, nodes=6) == [
+    assert planned(capsys, seconds=0.001, nodes=10) == [
         "one worker: makes no step in this time",
         "synchronous: worth less than one worker",
         "DiLoCo: worth less than one worker",
-        "2 nodes are idle: recorded runs have at most 4 workers",
+        "2 nodes are idle: recorded runs have at most 8 workers",
         "The formula is fitted to runs of 125,248 parameters, at least 15 rounds and 10 to 150 inner steps per round; "
         "other plans are extrapolated. The commands simulate the plans with the demo's model.",
     ]
