@@ -65,6 +65,7 @@ class Cluster:
 
     Args:
         processes: None: join those that the environment names, or be the only one.
+        resumed_method: of the run that is resumed, which `objective: time` keeps.
 
     Attributes:
         given_config: `config`, but with the method as it was given; `objective: time` chooses another one.
@@ -75,7 +76,13 @@ class Cluster:
         ConfigError: the config does not fit the data, the model or the machine.
     """
 
-    def __init__(self, config: Config, data: TaskData, processes: Processes | None = None):
+    def __init__(
+        self,
+        config: Config,
+        data: TaskData,
+        processes: Processes | None = None,
+        resumed_method: str | None = None,
+    ):
         self.data = data
         self.processes = processes or join_processes(config)
         self.counters = RunCounters()
@@ -89,7 +96,8 @@ class Cluster:
         self.warnings += turns_warning(self.model, own_nodes) + sharding_warning(self.model)
         self.given_config = config
         if config.objective == "time":
-            config = with_best_method(config, self.model, self.pool.fastest(0.0), len(data.train))
+            nodes = self.pool.fastest(0.0)
+            config = with_best_method(config, self.model, nodes, len(data.train), resumed_method)
         self.config = config
         self.round_plan: RoundPlan | None = None
         self.validation = Validation(data, self.model, config.eval_batch_size)
@@ -402,6 +410,7 @@ class Cluster:
         return {
             "counters": dataclasses.asdict(self.counters),
             "merges": self.merges,
+            "method": self.config.distributed_algo,
             "trainers": {str(trainer.id): trainer.state_dict() for trainer in self.trainers.values()},
             "nodes": self.pool.state_dict(),
             "clock": self.scheduler.clock and self.scheduler.clock.state_dict(),

@@ -336,14 +336,17 @@ def set_up(
     checkpoint = newest_checkpoint(Path(resumed, CHECKPOINTS_FOLDER), processes) if resumed else None
     changes = done_by_all(processes, lambda: changes_since(checkpoint.folder, config) if checkpoint else [])
     threads = threads_per_process(config)
-    if checkpoint is not None and config.cpu_threads is None:
+    method = None
+    if checkpoint is not None:
         with checkpoint.of_this_version():
-            threads = max(1, int(checkpoint.state["cluster"]["threads"]))
+            method = checkpoint.state["cluster"]["method"]
+            if config.cpu_threads is None:
+                threads = max(1, int(checkpoint.state["cluster"]["threads"]))
     torch.set_num_threads(threads)
     done_by_all(processes, lambda: check_architecture(config) if processes.is_main else None)
     data = load_data(config, processes)
     with explain_setup_errors():
-        cluster = Cluster(config, data, processes)
+        cluster = Cluster(config, data, processes, method)
         if checkpoint is not None:
             cluster.resume(checkpoint)
             cluster.warnings += changes

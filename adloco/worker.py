@@ -8,7 +8,6 @@ import copy
 import os
 import re
 import sys
-import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -202,14 +201,6 @@ class Worker:
             raise ValueError(f"scaler: must be a torch.amp.GradScaler or None, got {scaler!r}")
         self._connect()
         self._optimizer = optimizer
-        own = weakref.ref(self)
-
-        def refuse(*_: Any) -> None:
-            worker = own()
-            if worker is not None and not worker._failed:
-                raise RuntimeError("optimizer.step: Worker.step makes it; leave it out of the loop")
-
-        optimizer.register_step_pre_hook(refuse)
         self._scaler = scaler
         trainable = next(parameter for parameter in model.parameters() if parameter.requires_grad)
         self._model = FlatModel(model, trainable.device)
@@ -441,7 +432,7 @@ class Worker:
         if current is None or not current.ready:
             raise RuntimeError("step: read micro_batches to its end, and call backward for every micro-batch")
         self._rebind_gradients()
-        self._failed = True  # until all has succeeded; meanwhile the optimizer may make its step
+        self._failed = True  # until all has succeeded
         if not self._method.capabilities.exchanges_gradients:
             self._update()
         current.ready = False

@@ -12,12 +12,12 @@ import dataclasses
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
 from matplotlib.figure import Figure
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.dataclasses import dataclass
 from transformers.utils.logging import disable_progress_bar
 
@@ -36,7 +36,7 @@ from training_logs.showing.run_data import RunFolderError, damage_reported, read
 from training_logs.showing.styles import colour, make_figure
 from utils.config.reading import load_config, override, problem_lines, read_mapping
 from utils.config.resume import check_plugins_of_run
-from utils.config.schema import AtLeastTwo, Config, ConfigError, Name, NonNegativeInt, PositiveInt, Threads
+from utils.config.schema import Config, ConfigError, Name, NonNegativeInt, Number, PositiveInt, Threads
 from utils.distributed.devices import resolve_devices
 from utils.files import MODELS_FOLDER, REPORT_FOLDER, has_checkpoint, write_atomically, write_json_atomically
 from utils.progress import progress_bar, shows_progress
@@ -52,7 +52,7 @@ class AnalysisConfig:
     model: Name | None = None
     config: Name | None = None
     part: Literal["train", "validation"] = "train"
-    sample_size: AtLeastTwo | None = 512
+    sample_size: Annotated[int, Field(ge=3, lt=2**63), Number] | None = 512  # a standard error needs three
     batch_size: PositiveInt = 8
     micro_batch: PositiveInt = 16
     seed: NonNegativeInt = 42
@@ -149,7 +149,7 @@ def _load(config: AnalysisConfig, training: Config, device: torch.device) -> tup
     if count > available:
         raise ConfigError(f"sample_size: the {config.part} part has {available} examples, got {count}")
     if count < 3:
-        raise ConfigError(f"sample_size: a standard error needs 3 examples, got {counted(count, 'example')}")
+        raise ConfigError(f"sample_size: must be at least 3; the {config.part} part has {counted(count, 'example')}")
     if config.batch_size > count:
         raise ConfigError(f"batch_size: must be at most the {count} examples of the sample, got {config.batch_size}")
     try:

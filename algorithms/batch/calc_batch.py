@@ -261,7 +261,9 @@ class BatchControl:
         parameters = dataclasses.replace(settings.parameters, eta=eta)
         answer = self._test(statistics, parameters, effective_batch)
         if answer is None and settings.test in NEED_INNER_PRODUCTS:
-            return statistics, f"too few samples for {settings.test}: the requested batch stays as it is"
+            errors = statistics.inner_product_variance_error if parameters.confidence > 0.0 else 0.0
+            if not math.isfinite(statistics.inner_product_variance + errors):
+                return statistics, f"too few samples for {settings.test}: the requested batch stays as it is"
         if answer is not None and math.isnan(answer):
             return statistics, f"{settings.test} returned NaN: the requested batch stays as it is"
         if answer is not None and math.isfinite(answer):

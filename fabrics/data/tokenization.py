@@ -72,8 +72,13 @@ def with_short_words(text: str) -> str:
     """Divide words of more than LONGEST_WORD characters by line breaks, and shorten longer blanks."""
     if len(text) <= LONGEST_WORD:
         return text
-    text = re.sub(rf"(\S{{{LONGEST_WORD}}})(?=\S)", r"\1\n", text)
-    return re.sub(rf"(\s{{{LONGEST_WORD}}})\s+", r"\1", text)
+
+    def divided(word: re.Match) -> str:
+        return "\n".join(word[0][at : at + LONGEST_WORD] for at in range(0, len(word[0]), LONGEST_WORD))
+
+    # The lookbehind keeps the search from beginning anew at every character of a word.
+    text = re.sub(rf"(?<!\S)\S{{{LONGEST_WORD + 1},}}", divided, text)
+    return re.sub(rf"(?<!\s)(\s{{{LONGEST_WORD}}})\s+", r"\1", text)
 
 
 def train_tokenizer(documents: Iterable[str], vocab_size: int, task: str = "causal_lm") -> PreTrainedTokenizerFast:

@@ -32,11 +32,17 @@ if TYPE_CHECKING:
     from trainers import Trainer
 
 
-def with_best_method(config: Config, model: FlatModel, nodes: Sequence[Node], examples: int) -> Config:
-    """Return the configuration with the method that is worth more for its link; examples: of the training data.
+def with_best_method(
+    config: Config, model: FlatModel, nodes: Sequence[Node], examples: int, resumed: str | None
+) -> Config:
+    """Return the configuration with the method that is worth more for its link.
 
-    One worker is worth the same with both: the number of its rounds decides whether it makes outer steps. A method that
-    does not support `communication_dtype` has float32.
+    If one worker is worth the same with both, the number of its rounds decides whether it makes outer steps. A method
+    that does not support `communication_dtype` has float32.
+
+    Args:
+        examples: of the training data.
+        resumed: the method of the run that is resumed, which it keeps.
     """
 
     def worth(candidate: Config) -> tuple[float, bool]:
@@ -46,7 +52,8 @@ def with_best_method(config: Config, model: FlatModel, nodes: Sequence[Node], ex
         return remaining_worth(situation, plan), situation.synchronous == (lone_rounds < LEAST_LONE_ROUNDS)
 
     candidates = []
-    for name in (METHOD_APART, METHOD_TOGETHER):
+    both = (METHOD_APART, METHOD_TOGETHER)
+    for name in (resumed,) if resumed in both else both:
         encodings = METHODS[name]().capabilities.encodings
         supported = encodings is None or config.communication_dtype in encodings
         encoding = config.communication_dtype if supported else "float32"

@@ -387,10 +387,9 @@ class WorkerGroup:
         """
         missing = [name for name in self._tensor_names() if name not in state["tensors"]]
         if missing:
-            chosen = " (objective: time chooses it now)" if self._config.objective == "time" else ""
             raise ConfigError(
                 f"distributed_algo, inner_optimizer, communication_dtype, message_loss: the run has no "
-                f"{', '.join(missing)}, as {self._config.distributed_algo}{chosen} needs with these keys; resume with "
+                f"{', '.join(missing)}, as {self._config.distributed_algo} needs with these keys; resume with "
                 f"the run's own values"
             )
         self.values = dict(state["values"])

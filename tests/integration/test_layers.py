@@ -30,7 +30,7 @@ ALLOWED = {
 }
 ALLOWED_IN_ALGORITHMS = {
     "torch", "math", "bisect", "fractions", "functools", "heapq", "itertools", "numbers", "statistics", "collections",
-    "re", "dataclasses", "typing", "random", "algorithms",
+    "types", "re", "dataclasses", "typing", "random", "algorithms",
 }  # fmt: skip
 
 

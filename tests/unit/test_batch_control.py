@@ -109,6 +109,9 @@ def test_a_test_of_inner_products_without_enough_samples_is_warned_of(smoothing)
     _, warning = conclude(own, dataclasses.replace(sample(2.0, 1.0), inner_product_variance=6.0, overlap=4.0))
     assert "too few samples for inner_product_test" in warning
     assert own.requested_batch == 4
+    own = control(test="inner_product_test", confidence=0.0)  # noise alone is no lack of samples
+    noise = dataclasses.replace(sample(-1.0, 1.0), inner_product_variance=6.0, overlap=4.0)
+    assert conclude(own, noise)[1] is None
 
 
 def test_without_samples_nothing_is_said():
