@@ -662,7 +662,7 @@ class Worker:
             if state.get(name) != value:
                 differ = "" if name == "model" else f" {value}, got {state.get(name)}"
                 raise ValueError(f"load_state_dict: the state must be of a worker with the same {name}{differ}")
-        if state["worker_index"] != self.index < state["workers"]:
+        if self.index < state["workers"] and state["worker_index"] != self.index:
             raise ValueError(
                 f"load_state_dict: the state must be that of worker {self.index}, got that of {state['worker_index']}; "
                 f"save one state per process"

@@ -325,6 +325,18 @@ def test_moments_of_another_optimizer_are_refused(tmp_path, cache_dir, capsys):
     assert "inner_optimizer, distributed_algo: " in error
 
 
+def test_a_run_that_is_given_more_time_keeps_the_method_that_was_chosen(tmp_path, cache_dir):
+    """One worker makes outer steps only if it has time for a hundred rounds; others keep other tensors."""
+    values = {"objective": "time", "time_budget": 1.0, "node_speeds": [100] * 4, "nodes_per_gpu": 4, "link": "1b/s"}
+    values |= {"number_of_initial_trainers": 1, "number_of_outer_steps": None, "sampling_method": "none"}
+    assert program.main(["--config", str(write_config(tmp_path, cache_dir, **values))]) == 0
+    (folder,) = (tmp_path / "logs").iterdir()
+    assert program.main(["--resume", str(folder), "time_budget=60", "number_of_outer_steps=30", "--force"]) == 0
+    log = (folder / "training_log.log").read_text()
+    assert len(re.findall("on Synchronous, 1 worker", log)) == 2
+    assert "DiLoCo, 1 worker" not in log
+
+
 @pytest.mark.parametrize(
     ("values", "matters"),
     [
