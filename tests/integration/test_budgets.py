@@ -414,19 +414,6 @@ def test_a_resumed_run_equals_the_uninterrupted_run(name, tmp_path):
         assert log.summary()["simulated_seconds"] == whole.counters.simulated_seconds > 150
 
 
-def test_a_resumed_run_keeps_its_method_whatever_its_time_is_now(tmp_path):
-    """33 rounds of one worker are too few for outer steps, 100 are not."""
-    first = planned(link="1b/s")
-    first.run_round(Recorder())
-    assert (first.state_dict()["method"], planned(link="1b/s", time_budget=1200.0).config.distributed_algo) == (
-        "Synchronous",
-        "DiLoCo",
-    )
-    longer = planned(link="1b/s", time_budget=1200.0, resumed_method="Synchronous")
-    resumed(first, longer).train(Recorder())
-    assert longer.counters.simulated_seconds >= 1200.0
-
-
 # Budgets that cannot be kept
 
 

@@ -288,9 +288,9 @@ def text_of(data: TaskData) -> str:
     return data.tokenizer.decode(rows.flatten().tolist())
 
 
-def tiny_cluster(resumed_method: str | None = None, **values) -> Cluster:
+def tiny_cluster(**values) -> Cluster:
     config = make_config(model_config=TINY_ARCHITECTURE, **values)
-    return Cluster(config, tiny_data(), resumed_method=resumed_method)
+    return Cluster(config, tiny_data())
 
 
 @functools.cache

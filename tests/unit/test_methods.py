@@ -88,6 +88,12 @@ def test_messages_of_another_size_and_tensors_that_are_not_declared_are_errors(m
         train(trainer, 1)
 
 
+@pytest.mark.parametrize(("member", "given"), [("message", 2), ("apply", 2), ("exchange", 1)])
+def test_what_a_method_lacks_is_named(member, given):
+    with pytest.raises(NotImplementedError, match=f"^Method needs `{member}`$"):
+        getattr(Method(), member)(*[None] * given)
+
+
 # The outer step of DiLoCo
 
 
