@@ -50,7 +50,7 @@ def test_plans_that_are_worth_nothing_and_idle_nodes_are_named(capsys):
 
 def test_many_workers_may_have_more_examples_than_four(capsys):
     """The plan of docs/results/eight_nodes.md; 16 examples of each of eight workers are the limit."""
-    main("--nodes 8 --speed 350 --link 10Mb/s,1ms --seconds 40".split())
+    main(["--nodes", "8", "--speed", "350", "--link", "10Mb/s,1ms", "--seconds", "40"])
     assert "INITIAL_BATCH_SIZE=104 number_of_inner_steps_between_outers=40 " in capsys.readouterr().out
 
 
